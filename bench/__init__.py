@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m lazyattn_jax.bench``."""

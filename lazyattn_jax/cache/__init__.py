@@ -1,0 +1,1 @@
+"""The shared KV pool: device arrays, page allocation, and the index of segments."""

@@ -1,0 +1,198 @@
+"""Segments of KV: how they are named, found, pinned and evicted.
+
+A segment's key says everything its KV depends on, so equal keys mean equal KV:
+
+* the root: model fingerprint and cache salt;
+* a **document** (independent segment): root, the key of the prefix it was encoded after (or none),
+  the gap, its tokens;
+* a **page of text** (contextual segment): the key of all text before it, its tokens, and the keys
+  of the documents that stand between them.
+
+Keys are SHA-256 over an unambiguous encoding; two users' contents never share a key by accident.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lazyattn_jax.cache.pages import PageAllocator
+
+
+def root_key(fingerprint: bytes, salt: str) -> bytes:
+    """The key that every other key of one model and one salt descends from."""
+    return _digest(b"root", fingerprint, salt.encode())
+
+
+def document_key(root: bytes, prefix: bytes | None, gap: int, tokens: Sequence[int]) -> bytes:
+    """Key of a document encoded after a prefix (its last page's key) and a gap, or alone."""
+    return _digest(b"document", root, prefix or b"", str(gap).encode(), _token_bytes(tokens))
+
+
+def page_key(previous: bytes, content: Iterable[Sequence[int] | bytes]) -> bytes:
+    """Key of one page of contextual tokens.
+
+    Args:
+      previous: key of the page before, or the root.
+      content: in reading order, runs of token ids and keys (bytes) of documents between them.
+    """
+    parts = [b"d" + c if isinstance(c, bytes) else b"t" + _token_bytes(c) for c in content]
+    return _digest(b"page", previous, *parts)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<i4").tobytes()
+
+
+@dataclass(eq=False)
+class Segment:
+    """Published KV in pool pages; immutable from the moment it is in the index.
+
+    ``pins`` counts the placements of running requests that need it.
+    """
+
+    key: bytes
+    pages: tuple[int, ...]
+    num_tokens: int
+    is_document: bool
+    pins: int = 0
+
+
+class SegmentIndex:
+    """Finds segments by key, and makes room by evicting the least recently used unpinned ones."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
+        self._segments: dict[bytes, Segment] = {}
+        self._unpinned: OrderedDict[bytes, Segment] = OrderedDict()  # least recently used first
+        self._unpinned_pages = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._segments
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be made free."""
+        return self._allocator.num_free + self._unpinned_pages
+
+    @property
+    def num_cached(self) -> int:
+        """Pages held by segments."""
+        return sum(len(s.pages) for s in self._segments.values())
+
+    def segments(self) -> list[Segment]:
+        """All segments, in no particular order."""
+        return list(self._segments.values())
+
+    def pin(self, key: bytes) -> Segment | None:
+        """Finds a segment and keeps it from eviction until ``unpin``; none if it is not here."""
+        segment = self._segments.get(key)
+        if segment is None:
+            return None
+        if segment.pins == 0:
+            del self._unpinned[key]
+            self._unpinned_pages -= len(segment.pages)
+        segment.pins += 1
+        return segment
+
+    def unpin(self, segment: Segment) -> None:
+        """Gives one pin back; with the last one the segment becomes the most recently used.
+
+        Raises:
+          RuntimeError: the segment is not pinned.
+        """
+        if segment.pins < 1:
+            raise RuntimeError(
+                f"segment {segment.key.hex()[:12]} is unpinned more often than pinned"
+            )
+        segment.pins -= 1
+        if segment.pins == 0:
+            self._unpinned[segment.key] = segment
+            self._unpinned_pages += len(segment.pages)
+
+    def publish(
+        self, key: bytes, pages: Sequence[int], num_tokens: int, *, is_document: bool
+    ) -> Segment | None:
+        """Makes private pages a segment, unpinned; none if the key is taken.
+
+        When none is returned the pages still belong to the caller.
+        """
+        if key in self._segments:
+            return None
+        segment = Segment(key, tuple(pages), num_tokens, is_document)
+        self._segments[key] = segment
+        self._unpinned[key] = segment
+        self._unpinned_pages += len(segment.pages)
+        return segment
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Takes ``count`` pages, evicting where needed; takes and evicts none if that cannot do."""
+        if count > self.num_available:
+            return None
+        while self._allocator.num_free < count:
+            self._evict(next(iter(self._unpinned)))
+        return self._allocator.allocate(count)
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Gives private pages back."""
+        self._allocator.free(pages)
+
+    def clear(self) -> None:
+        """Evicts every segment that is not pinned."""
+        for key in list(self._unpinned):
+            self._evict(key)
+
+    def _evict(self, key: bytes) -> None:
+        segment = self._unpinned.pop(key)
+        self._unpinned_pages -= len(segment.pages)
+        del self._segments[key]
+        self._allocator.free(segment.pages)
+        self.num_evicted += 1
+
+    def check_integrity(self, private: Iterable[int], pins: dict[bytes, int]) -> None:
+        """Checks that every page is accounted for exactly once, and every pin has an owner.
+
+        Args:
+          private: pages that requests and encode jobs hold for themselves.
+          pins: how many pins the requests and jobs hold, by segment key.
+
+        Raises:
+          RuntimeError: the first disagreement, with the page or segment it concerns.
+        """
+        owner: dict[int, str] = {}
+        claims = [("the free list", self._allocator.free_pages()), ("a request", private)]
+        claims += [(f"segment {s.key.hex()[:12]}", s.pages) for s in self._segments.values()]
+        for name, pages in claims:
+            for page in pages:
+                if page in owner:
+                    raise RuntimeError(f"page {page} belongs to {owner[page]} and to {name}")
+                owner[page] = name
+        if len(owner) != self._allocator.num_pages:
+            lost = sorted(set(range(self._allocator.num_pages)) - set(owner))
+            raise RuntimeError(f"{len(lost)} pages belong to nobody, among them page {lost[0]}")
+        for key, segment in self._segments.items():
+            if segment.pins != pins.get(key, 0):
+                raise RuntimeError(
+                    f"segment {key.hex()[:12]} has {segment.pins} pins, "
+                    f"its users hold {pins.get(key, 0)}"
+                )
+            if (key in self._unpinned) != (segment.pins == 0):
+                raise RuntimeError(f"segment {key.hex()[:12]} is filed wrongly for eviction")
+        if unknown := set(pins) - set(self._segments):
+            raise RuntimeError(f"a pinned segment was evicted: {unknown.pop().hex()[:12]}")

@@ -1,0 +1,1 @@
+"""Requests, scheduling, work lists, jitted steps and sampling: everything between text and pool."""

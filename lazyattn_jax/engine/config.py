@@ -1,0 +1,126 @@
+"""Options of an engine, and what they come to on a given device with a given model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from lazyattn_jax.cache.pool import bytes_per_token
+from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.models.config import LlamaConfig
+
+GIB = 1 << 30
+_CPU_POOL_BYTES = GIB
+_POOL_SHARE = 0.9  # of the accelerator memory that the weights leave
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. ``None`` and ``auto`` choose by model and device.
+
+    Attributes:
+      kv_pool_bytes: size of the KV pool; default 1 GiB on a CPU, else 90 % of the memory that the
+        weights leave.
+      page_size: tokens a page, a power of two; default 16.
+      max_model_len: tokens of prompt and output together; default what the model was made for.
+      max_num_seqs: requests computed at the same time; default 16 on a CPU, else 256.
+      max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
+      max_documents: documents of one request.
+      document_context: ``prefix`` encodes documents after the request's leading text, ``none``
+        alone.
+      document_gap: positions left out between the prefix and a document.
+      attention: implementation of the attention: ``auto``, ``xla`` or ``reference``.
+      dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
+        elsewhere) or ``float16``.
+      check_invariants: check after every step that all pages and pins are accounted for.
+    """
+
+    kv_pool_bytes: int | None = None
+    page_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_documents: int = 256
+    document_context: str = "prefix"
+    document_gap: int = 200
+    attention: str = "auto"
+    dtype: str = "auto"
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        if self.document_context not in ("prefix", "none"):
+            raise ValueError(
+                f"document_context is {self.document_context!r}, must be 'prefix' or 'none'"
+            )
+        if self.document_gap < 0:
+            raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")
+        if self.dtype != "auto" and self.dtype not in _DTYPES:
+            raise ValueError(
+                f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"
+            )
+
+    def resolve_dtype(self) -> jnp.dtype:
+        """The dtype to load the model in."""
+        name = self.dtype
+        if name == "auto":
+            name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return jnp.dtype(_DTYPES[name])
+
+    def resolve_limits(self, model: LlamaConfig, dtype: jnp.dtype) -> Limits:
+        """Batch shapes and pool size for a model whose weights are on the device already.
+
+        Raises:
+          ValueError: the pool or the context does not fit; the message gives the sizes.
+        """
+        cpu = jax.default_backend() == "cpu"
+        page_size = self.page_size or 16
+        page_bytes = page_size * bytes_per_token(model, dtype)
+        pool_bytes = self.kv_pool_bytes or _default_pool_bytes()
+        num_pages = pool_bytes // page_bytes
+        if num_pages < 1:
+            raise ValueError(
+                f"a KV pool of {pool_bytes:,} bytes does not hold one page of {page_bytes:,} bytes; "
+                "raise kv_pool_bytes"
+            )
+        free = _free_bytes()
+        if free is not None and pool_bytes > free:
+            raise ValueError(
+                f"a KV pool of {pool_bytes / GIB:.2f} GiB does not fit beside the weights: "
+                f"{free / GIB:.2f} GiB are free on the device; lower kv_pool_bytes"
+            )
+        model_len = self.max_model_len or model.max_position_embeddings
+        if model_len > model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {model_len}, the model is made for at most "
+                f"{model.max_position_embeddings} positions"
+            )
+        if self.max_model_len is None:
+            model_len = min(model_len, num_pages * page_size)
+        elif model_len > num_pages * page_size:
+            raise ValueError(
+                f"max_model_len is {model_len} tokens, a KV pool of {pool_bytes / GIB:.3f} GiB holds "
+                f"{num_pages * page_size}; lower max_model_len or raise kv_pool_bytes to at least "
+                f"{-(-model_len // page_size) * page_bytes:,}"
+            )
+        return Limits(
+            page_size=page_size,
+            num_pages=num_pages,
+            max_model_len=model_len,
+            max_num_seqs=self.max_num_seqs or (16 if cpu else 256),
+            max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
+            max_documents=self.max_documents,
+        )
+
+
+def _free_bytes() -> int | None:
+    """Free memory of the default device, or none where it does not say (CPUs)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _default_pool_bytes() -> int:
+    free = _free_bytes()
+    return _CPU_POOL_BYTES if free is None else int(free * _POOL_SHARE)

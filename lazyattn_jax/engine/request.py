@@ -1,0 +1,219 @@
+"""What a request is made of: tokens, documents, where each stands, and how to sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazyattn_jax.cache.segments import document_key, page_key, root_key
+
+MAX_SEED = 2**63 - 1
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it is; ``param`` names the field to change."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop.
+
+    Attributes:
+      temperature: 0 takes the most likely token; at most 2, as in OpenAI's interface.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the fewest most likely tokens whose probabilities sum to at least this.
+      seed: with a seed the same tokens come out whatever else is in the batch.
+      max_tokens: tokens to generate at most; by default as many as the context and the pool hold.
+      stop: strings that end the output; they are not part of it.
+      ignore_eos: go on after the model's end token.
+
+    Raises:
+      RequestError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 2):
+            raise RequestError("temperature", f"temperature is {self.temperature}, must be 0 to 2")
+        if not 0 < self.top_p <= 1:
+            raise RequestError("top_p", f"top_p is {self.top_p}, must be above 0 and at most 1")
+        if not 0 <= self.top_k < 2**31:
+            raise RequestError("top_k", f"top_k is {self.top_k}, must be 0 (off) or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError("max_tokens", f"max_tokens is {self.max_tokens}, must be at least 1")
+        if self.seed is not None and not -MAX_SEED <= self.seed <= MAX_SEED:
+            raise RequestError("seed", f"seed is {self.seed}, must be within {MAX_SEED} of 0")
+        if len(self.stop) > 16:
+            raise RequestError("stop", f"{len(self.stop)} stop strings, at most 16 are allowed")
+        if not all(self.stop):
+            raise RequestError("stop", "a stop string is empty")
+
+
+@dataclass(frozen=True)
+class DocumentPiece:
+    """The tokens of one document in a prompt; ``name`` is what the user calls it."""
+
+    tokens: tuple[int, ...]
+    name: str = ""
+
+
+Prompt = Sequence[Sequence[int] | DocumentPiece]
+"""A prompt in reading order: runs of token ids, and documents between them."""
+
+
+@dataclass(frozen=True)
+class DocumentContext:
+    """What documents are encoded after: nothing, or the text before the first one and a gap.
+
+    ``gap`` positions are left out between that prefix and the document, so that the document sees
+    the prefix from afar, as most documents of a real prompt do.
+    """
+
+    prefix: bool = True
+    gap: int = 200
+
+
+@dataclass(frozen=True)
+class PlacedDocument:
+    """A document in one request.
+
+    ``start`` is where its token 0 stands in the request, ``encoded_at`` the position its keys are
+    rotated at, ``insert_at`` the number of stream tokens that precede it, ``after_prefix`` whether
+    it was encoded after the leading text.
+    """
+
+    key: bytes
+    piece: DocumentPiece
+    start: int
+    encoded_at: int
+    insert_at: int
+    after_prefix: bool
+
+    @property
+    def delta(self) -> int:
+        """How far on from where it was encoded the document stands."""
+        return self.start - self.encoded_at
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A prompt laid out: leading text, documents, and the stream of all text after the first one.
+
+    A prompt without documents is all stream. Positions run on without gaps in reading order.
+    """
+
+    root: bytes
+    page_size: int
+    leading: tuple[int, ...]
+    leading_keys: tuple[bytes, ...]
+    documents: tuple[PlacedDocument, ...]
+    stream: tuple[int, ...]
+    stream_positions: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def prefix_key(self) -> bytes | None:
+        """Key of the leading text, or none if there is none."""
+        return self.leading_keys[-1] if self.leading_keys else None
+
+    def stream_key(self, page: int, previous: bytes | None, tokens: Sequence[int]) -> bytes:
+        """Key of one full page of the stream.
+
+        Args:
+          page: which page.
+          previous: key of the page before; none for page 0.
+          tokens: the stream so far: that of the prompt and what has been generated.
+        """
+        at, end = page * self.page_size, (page + 1) * self.page_size
+        content: list[Sequence[int] | bytes] = []
+        for document in self.documents:
+            if at <= document.insert_at < end:
+                content += [tokens[at : document.insert_at], document.key]
+                at = document.insert_at
+        content.append(tokens[at:end])
+        return page_key(previous or self.prefix_key or self.root, content)
+
+
+def lay_out(
+    prompt: Prompt,
+    *,
+    page_size: int,
+    fingerprint: bytes,
+    salt: str,
+    context: DocumentContext,
+    encode_only: bool = False,
+) -> Layout:
+    """Finds every piece's place and key.
+
+    Args:
+      prompt: the pieces in reading order.
+      page_size: tokens a page.
+      fingerprint: identifies the model.
+      salt: separates the segments of users who must not share.
+      context: what documents are encoded after.
+      encode_only: the prompt is there to have its documents encoded: no text need follow them.
+
+    Raises:
+      RequestError: the prompt is empty, ends with a document, or has an empty document.
+    """
+    root = root_key(fingerprint, salt)
+    first_document = next((i for i, p in enumerate(prompt) if isinstance(p, DocumentPiece)), None)
+    leading = tuple(
+        t
+        for piece in prompt[: first_document or 0]
+        for t in piece  # type: ignore[union-attr]
+    )
+    keys: list[bytes] = []
+    for at in range(0, len(leading), page_size):
+        keys.append(page_key(keys[-1] if keys else root, [leading[at : at + page_size]]))
+    prefix = keys[-1] if keys and context.prefix else None
+    gap = context.gap if prefix else 0
+    encoded_at = len(leading) + gap if prefix else 0
+
+    position = len(leading)
+    documents: list[PlacedDocument] = []
+    stream: list[int] = []
+    positions: list[int] = []
+    for piece in prompt[first_document or 0 :]:
+        if isinstance(piece, DocumentPiece):
+            if not piece.tokens:
+                raise RequestError(
+                    "documents", f"document {piece.name or len(documents)!r} is empty"
+                )
+            key = document_key(root, prefix, gap, piece.tokens)
+            documents.append(
+                PlacedDocument(key, piece, position, encoded_at, len(stream), prefix is not None)
+            )
+            position += len(piece.tokens)
+        else:
+            stream += piece
+            positions += range(position, position + len(piece))
+            position += len(piece)
+    if encode_only and documents:
+        stream, positions = [], []
+    elif not stream:
+        raise RequestError("prompt", "the prompt is empty")
+    elif documents and documents[-1].insert_at == len(stream):
+        raise RequestError("prompt", "the prompt ends with a document; text must follow it")
+    return Layout(
+        root,
+        page_size,
+        leading,
+        tuple(keys),
+        tuple(documents),
+        tuple(stream),
+        tuple(positions),
+        position,
+    )

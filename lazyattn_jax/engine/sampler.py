@@ -1,0 +1,66 @@
+"""Chooses the next token of every row, on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+
+class SamplingRows(NamedTuple):
+    """Sampling parameters of each row of a batch.
+
+    ``seed`` are the two words of a request's seed, ``step`` counts its generated tokens: together
+    they are all that a row's random numbers depend on.
+    """
+
+    temperature: Float[Array, B]
+    top_k: Int[Array, B]
+    top_p: Float[Array, B]
+    seed: UInt32[Array, "B 2"]
+    step: Int[Array, B]
+
+
+def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, B]:
+    """Token ids: the most likely one where temperature is 0, else drawn.
+
+    top_k is applied before top_p, and top_p to the probabilities that top_k leaves, as in vLLM and
+    transformers.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    hot = rows.temperature > 0
+    filtered = hot & ((rows.top_k > 0) | (rows.top_p < 1))
+    return lax.cond(
+        hot.any(),
+        lambda: jnp.where(hot, _draw(logits, rows, filtered.any()), greedy),
+        lambda: greedy,
+    )
+
+
+def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) -> Int[Array, B]:
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    kept = lax.cond(any_filtered, lambda: _filter(scaled, rows), lambda: scaled)
+
+    def noise(seed: UInt32[Array, 2], step: Int[Array, ""]) -> Float[Array, V]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
+        return jax.random.gumbel(key, logits.shape[-1:])
+
+    # The largest of log-probability plus Gumbel noise is a draw from the distribution.
+    return jnp.argmax(kept + jax.vmap(noise)(rows.seed, rows.step), axis=-1).astype(jnp.int32)
+
+
+def _filter(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
+    """Sets to -inf what top_k and top_p exclude; tokens as likely as the last kept one stay."""
+    vocab = scaled.shape[-1]
+    ordered = jnp.sort(scaled, axis=-1, descending=True)
+    rank = jnp.arange(vocab)[None, :]
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
+    p = jax.nn.softmax(jnp.where(rank < k, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    kept = (rank < k) & (before < rows.top_p[:, None])
+    last = jnp.max(jnp.where(kept, rank, 0), axis=-1, keepdims=True)
+    threshold = jnp.take_along_axis(ordered, last, axis=-1)
+    return jnp.where(scaled >= threshold, scaled, -jnp.inf)

@@ -1,0 +1,365 @@
+"""Decides what is computed next, and who holds which pages. Pure host code.
+
+A request moves through WAITING -> ENCODING -> PREFILL -> DECODE -> FINISHED. On admission its
+segments are looked up and the hits pinned; every miss becomes an encode job, shared by all requests
+that need it; and all pages that its prompt needs are taken at once, so that whatever is admitted
+can be computed to the end of its prompt. Only generated tokens take pages later on; when none are
+left the youngest request gives its pages back and starts again where it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from lazyattn_jax.cache.pages import PageAllocator
+from lazyattn_jax.cache.segments import Segment, SegmentIndex
+from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
+from lazyattn_jax.engine.request import PlacedDocument
+from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, Request, State, TokenRun
+
+
+class Scheduler:
+    """Owns requests, encode jobs, the segment index and page allocation."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.index = SegmentIndex(PageAllocator(limits.num_pages))
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []  # oldest first
+        self.jobs: dict[bytes, EncodeJob] = {}
+        self.encoded: list[Request] = []  # had only documents to encode, and they are
+        self.num_preemptions = 0
+        self._decode_from = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.active)
+
+    def add(self, request: Request) -> None:
+        """Puts a request at the end of the line."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Ends a request at any stage and gives back all it held."""
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is not State.FINISHED:
+            self._release(request)
+        request.state = State.FINISHED
+
+    # Admission ------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Admits waiting requests in order, as long as they fit."""
+        while self.waiting and len(self.active) < self.limits.max_num_seqs:
+            if not self._try_admit(self.waiting[0]):
+                return
+            self.active.append(self.waiting.popleft())
+
+    def _try_admit(self, request: Request) -> bool:
+        layout, index = request.layout, self.index
+        leading = self._pin_chain(layout.leading_keys)
+        leading_missing = len(leading) < len(layout.leading_keys)
+        distinct = list({d.key: d for d in layout.documents}.values())
+        documents = {d.key: index.pin(d.key) for d in distinct}
+        stream = self._pin_chain(self._stream_keys(request))
+
+        new_leading = leading_missing and layout.prefix_key not in self.jobs
+        new_documents = [d for d in distinct if documents[d.key] is None and d.key not in self.jobs]
+        pages_for = self.limits.pages_for
+        counts = [len(layout.leading_keys) - len(leading) if new_leading else 0]
+        counts += [pages_for(len(d.piece.tokens)) for d in new_documents]
+        counts += [pages_for(len(request.run.tokens)) - len(stream)]
+        pages = index.allocate(sum(counts))
+        if pages is None:
+            found = [s for s in documents.values() if s is not None]
+            self._unpin([*stream[::-1], *found, *leading[::-1]])
+            return False
+
+        taken = iter(pages)
+        groups = [[next(taken) for _ in range(count)] for count in counts]
+        if request.cached_tokens is None:
+            self._count_cached(request, leading, {d.key for d in new_documents}, stream)
+        if new_leading:
+            self._new_leading_job(request, leading, groups[0])
+        elif leading_missing:
+            self._unpin(leading[::-1])  # the job under way holds its own
+        else:
+            request.leading_pins = leading
+        for document, group in zip(new_documents, groups[1:-1], strict=True):
+            self._new_document_job(request, document, group)
+        if leading_missing:
+            assert layout.prefix_key is not None
+            self._wait_for(request, self.jobs[layout.prefix_key])
+        for document in distinct:
+            segment = documents[document.key]
+            if segment is None:
+                self._wait_for(request, self.jobs[document.key])
+            else:
+                request.document_pins.append(segment)
+        request.run.start_with(stream, groups[-1])
+        request.stream_pins = stream
+        request.state = State.ENCODING
+        self._start_if_ready(request)
+        return True
+
+    def _pin_chain(self, keys: Iterable[bytes]) -> list[Segment]:
+        found = []
+        for key in keys:
+            segment = self.index.pin(key)
+            if segment is None:
+                break
+            found.append(segment)
+        return found
+
+    def _stream_keys(self, request: Request) -> Iterable[bytes]:
+        """Keys of the stream pages that may be reused: the last token is always computed."""
+        tokens = request.run.tokens
+        for page in range((len(tokens) - 1) // self.limits.page_size):
+            self._extend_stream_keys(request, page)
+            yield request.stream_keys[page]
+
+    def _extend_stream_keys(self, request: Request, page: int) -> None:
+        keys = request.stream_keys
+        while len(keys) <= page:
+            previous = keys[-1] if keys else None
+            keys.append(request.layout.stream_key(len(keys), previous, request.run.tokens))
+
+    def _count_cached(
+        self,
+        request: Request,
+        leading: Sequence[Segment],
+        new_documents: set[bytes],
+        stream: Sequence[Segment],
+    ) -> None:
+        seen: set[bytes] = set()
+        for i, document in enumerate(request.layout.documents):
+            if document.key not in new_documents or document.key in seen:
+                request.cached_document_tokens[i] = len(document.piece.tokens)
+            seen.add(document.key)
+        text = sum(s.num_tokens for s in (*leading, *stream))
+        request.cached_tokens = text + sum(request.cached_document_tokens)
+
+    # Encode jobs ----------------------------------------------------------------------------------
+
+    def _new_leading_job(
+        self, request: Request, found: list[Segment], new_pages: Sequence[int]
+    ) -> None:
+        layout = request.layout
+        assert layout.prefix_key is not None
+        run = TokenRun(layout.leading, range(len(layout.leading)))
+        run.start_with(found, new_pages)
+        job = EncodeJob(layout.prefix_key, run, page_keys=layout.leading_keys)
+        job.pinned = found
+        self.jobs[job.key] = job
+
+    def _new_document_job(
+        self, request: Request, document: PlacedDocument, pages: Sequence[int]
+    ) -> None:
+        start = document.encoded_at
+        run = TokenRun(document.piece.tokens, range(start, start + len(document.piece.tokens)))
+        run.start_with((), pages)
+        prefix = request.layout.leading_keys if document.after_prefix else ()
+        self.jobs[document.key] = EncodeJob(document.key, run, prefix_keys=prefix)
+
+    def _wait_for(self, request: Request, job: EncodeJob) -> None:
+        job.waiters.append(request)
+        request.pending.append(job)
+
+    def _can_run(self, job: EncodeJob) -> bool:
+        """Whether a job can be computed now; holds the leading text for it when it can."""
+        if job.prefix_keys and not job.run.context:
+            if not all(key in self.index for key in job.prefix_keys):
+                return False
+            job.pinned = self._pin_chain(job.prefix_keys)
+            job.run.context = (_leading_placement(job.pinned),)
+        return True
+
+    def _finish_job(self, job: EncodeJob) -> None:
+        run, size = job.run, self.limits.page_size
+        if job.page_keys:
+            found = len(job.pinned)
+            for i, key in enumerate(job.page_keys[found:], found):
+                tokens = min(size, len(run.tokens) - i * size)
+                self._publish(run, key, [run.pages[i]], tokens, is_document=False)
+        else:
+            self._publish(run, job.key, run.pages, len(run.tokens), is_document=True)
+        for request in job.waiters:
+            request.pending.remove(job)
+            if job.page_keys:
+                request.leading_pins = self._pin_chain(job.page_keys)
+            else:
+                request.document_pins += self._pin_chain([job.key])
+            self._start_if_ready(request)
+        self._drop(job)
+
+    def _publish(
+        self, run: TokenRun, key: bytes, pages: Sequence[int], tokens: int, *, is_document: bool
+    ) -> bool:
+        """Moves private pages of a run into the index, unless they are there already."""
+        if self.index.publish(key, pages, tokens, is_document=is_document) is None:
+            return False
+        run.private.difference_update(pages)
+        return True
+
+    def _drop(self, job: EncodeJob) -> None:
+        del self.jobs[job.key]
+        self._unpin(job.pinned[::-1])
+        self.index.free(job.run.private)
+
+    # One step -------------------------------------------------------------------------------------
+
+    def schedule_prefill(self) -> list[Chunk]:
+        """Chunks for one prefill step, oldest request first, within the step's capacities."""
+        limits = self.limits
+        bucket = limits.prefill_buckets[-1]
+        tokens = limits.max_num_batched_tokens
+        items, samples = limits.prefill_items(bucket), limits.prefill_samples(bucket)
+        chunks: list[Chunk] = []
+        scheduled: set[EncodeJob] = set()
+        for request in self.active:
+            owners: list[EncodeJob | Request] = [
+                job for job in request.pending if job not in scheduled and self._can_run(job)
+            ]
+            scheduled.update(job for job in owners if isinstance(job, EncodeJob))
+            if request.state is State.PREFILL:
+                owners.append(request)
+            for owner in owners:
+                run = owner.run
+                per_block = self._items_of(run)
+                blocks = items // per_block
+                count = min(run.remaining, tokens, blocks * BLOCK_ROWS)
+                chunk = Chunk(run, run.computed, count, owner)
+                if count < 1 or (chunk.samples and not samples):
+                    continue
+                chunks.append(chunk)
+                tokens -= count
+                items -= per_block * -(-count // BLOCK_ROWS)
+                samples -= chunk.samples
+        return chunks
+
+    def finish_prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Takes note that chunks have been computed; publishes what is complete."""
+        for chunk in chunks:
+            chunk.run.computed += chunk.count
+            if isinstance(chunk.owner, Request):
+                self._publish_full_pages(chunk.owner)
+                if chunk.run.remaining == 0:
+                    chunk.owner.state = State.DECODE
+            elif chunk.run.remaining == 0:
+                self._finish_job(chunk.owner)
+
+    def schedule_decode(self) -> list[Request]:
+        """Requests for one decode step, each with room for one more token.
+
+        May preempt the youngest requests. When not all fit in a step they take turns.
+        """
+        for request in list(self.active):
+            if request.state is State.DECODE and not self._make_room(request):
+                self._preempt(request)
+        ready = [r for r in self.active if r.state is State.DECODE]
+        items = self.limits.decode_items(self.limits.decode_buckets[-1])
+        start = self._decode_from % len(ready) if ready else 0
+        batch: list[Request] = []
+        for request in ready[start:] + ready[:start]:
+            items -= self._items_of(request.run)
+            if items < 0:
+                break
+            batch.append(request)
+        self._decode_from = start + len(batch) if len(batch) < len(ready) else 0
+        return batch
+
+    def finish_decode(self, requests: Sequence[Request]) -> None:
+        """Takes note that every request's last token has been computed."""
+        for request in requests:
+            request.run.computed += 1
+            self._publish_full_pages(request)
+
+    def _items_of(self, run: TokenRun) -> int:
+        items_for = self.limits.items_for
+        return items_for(len(run.pages)) + sum(items_for(len(p.pages)) for p in run.context)
+
+    def _start_if_ready(self, request: Request) -> None:
+        if request.pending or request.state is not State.ENCODING:
+            return
+        layout = request.layout
+        if not layout.stream:
+            self.encoded.append(request)
+            return
+        context = []
+        if request.leading_pins:
+            context.append(_leading_placement(request.leading_pins))
+        by_key = {segment.key: segment for segment in request.document_pins}
+        context += [
+            Placement(by_key[d.key].pages, len(d.piece.tokens), d.delta, d.insert_at)
+            for d in layout.documents
+        ]
+        request.run.context = tuple(context)
+        request.state = State.PREFILL
+
+    def _publish_full_pages(self, request: Request) -> None:
+        run, size = request.run, self.limits.page_size
+        for page in range(len(request.stream_pins), run.computed // size):
+            self._extend_stream_keys(request, page)
+            key = request.stream_keys[page]
+            self._publish(run, key, [run.pages[page]], size, is_document=False)
+            # Pinned also when another request's page got in first: then ours stays private, but
+            # the chain that ours continues must not lose a link.
+            request.stream_pins += self._pin_chain([key])
+
+    def _make_room(self, request: Request) -> bool:
+        """A slot for the request's next token; preempts younger requests for it if need be."""
+        run = request.run
+        while len(run.pages) * self.limits.page_size < len(run.tokens):
+            page = self.index.allocate(1)
+            if page is not None:
+                run.pages += page
+                run.private.update(page)
+            elif self.active[-1] is request:
+                return False
+            else:
+                self._preempt(self.active[-1])
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.reset()
+        request.state = State.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.active.remove(request)
+        for job in request.pending:
+            job.waiters.remove(request)
+            if not job.waiters:
+                self._drop(job)
+        self._unpin(request.pins())
+        self.index.free(request.run.private)
+        request.run.private = set()
+
+    def _unpin(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self.index.unpin(segment)
+
+    def check_integrity(self) -> None:
+        """Checks that pages and pins are exactly those of the requests and jobs under way.
+
+        Raises:
+          RuntimeError: see ``SegmentIndex.check_integrity``.
+        """
+        runs = [r.run for r in self.active] + [j.run for j in self.jobs.values()]
+        pins = Counter(s.key for r in self.active for s in r.pins())
+        pins.update(s.key for j in self.jobs.values() for s in j.pinned)
+        self.index.check_integrity([p for run in runs for p in run.private], dict(pins))
+        for job in self.jobs.values():
+            if not job.waiters:
+                raise RuntimeError(f"nobody waits for encode job {job.key.hex()[:12]}")
+
+
+def _leading_placement(segments: Sequence[Segment]) -> Placement:
+    pages = tuple(page for s in segments for page in s.pages)
+    return Placement(pages, sum(s.num_tokens for s in segments))

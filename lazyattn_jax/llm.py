@@ -1,0 +1,231 @@
+"""The offline API: a model in this process, called with prompts or conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.engine import Engine, Output
+from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.prompt import Document, chat_prompt, parse_documents, text_prompt
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class DocumentUsage:
+    """One document of a prompt: what it is called, its tokens, and how many were reused."""
+
+    name: str
+    tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request. ``cached_tokens`` were found in the pool, not computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    documents: tuple[DocumentUsage, ...]
+
+    @classmethod
+    def of(cls, request: Request) -> Usage:
+        """The counts of a request so far."""
+        documents = zip(request.layout.documents, request.cached_document_tokens, strict=True)
+        return cls(
+            request.prompt_tokens,
+            request.num_generated,
+            request.cached_tokens or 0,
+            tuple(
+                DocumentUsage(d.piece.name or str(i), len(d.piece.tokens), cached)
+                for i, (d, cached) in enumerate(documents)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    ``finish_reason`` is ``stop`` or ``length``. ``time_to_first_token`` is in seconds from when the
+    request was put in line.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    time_to_first_token: float
+
+
+class LLM:
+    """A model with its engine.
+
+    Args:
+      model: see ``models.load.load_model``; the default is the embedded SmolLM2-135M-Instruct.
+      progress: show a progress bar while batch shapes are compiled.
+      options: fields of ``EngineConfig``.
+
+    Raises:
+      ValueError: the model cannot be loaded, an option is out of range, or memory does not suffice.
+    """
+
+    def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **options: Any) -> None:
+        config = EngineConfig(**options)
+        loaded = load_model(model, dtype=config.resolve_dtype())
+        self.engine = start_engine(loaded, config, progress=progress)
+        self.tokenizer = loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Any] | None = None,
+    ) -> list[Completion]:
+        """Completes plain prompts, given as text or token ids.
+
+        Args:
+          prompts: one prompt or several; several are computed as one batch.
+          params: sampling parameters for all of them.
+          documents: placed before each prompt: strings, ``Document`` or dictionaries with
+            ``text`` and ``title``.
+
+        Raises:
+          RequestError: a prompt or document that cannot be served; nothing is computed then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        every: Sequence[Any] = [prompts] if single else prompts
+        parsed = parse_documents(documents)
+        return self._run([text_prompt(self.tokenizer, p, parsed) for p in every], params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Any] | None = None,
+    ) -> list[Completion]:
+        """Answers conversations; see ``prompt.chat_prompt`` for where documents stand.
+
+        Args:
+          messages: one conversation or several; several are computed as one batch.
+          params: sampling parameters for all of them.
+          documents: given to each conversation.
+
+        Raises:
+          RequestError: messages or documents that cannot be served; nothing is computed then.
+        """
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        every: Sequence[Any] = [messages] if single or not messages else messages
+        parsed = parse_documents(documents)
+        return self._run([chat_prompt(self.tokenizer, m, parsed) for m in every], params)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Any] | None = None,
+    ) -> Iterator[Output]:
+        """Answers one conversation, piece by piece; the last piece has a finish reason.
+
+        Leaving the loop early ends the request.
+
+        Raises:
+          RequestError: as ``chat``.
+        """
+        prompt = chat_prompt(self.tokenizer, messages, parse_documents(documents))
+        request = self.engine.add(prompt, params or SamplingParams())
+        try:
+            while self.engine.has_work:
+                yield from (o for o in self.engine.step() if o.request is request)
+        finally:
+            self.engine.abort(request.id)
+
+    def cache_documents(
+        self, documents: Sequence[Any], *, messages: Messages | None = None
+    ) -> Usage:
+        """Computes documents' KV ahead of requests.
+
+        Args:
+          documents: as for ``chat``.
+          messages: with document context ``prefix`` documents are encoded after the leading text of
+            the requests that use them: messages with the same system text. Plain prompts (none
+            given) lead with at most the begin-of-text token.
+
+        Returns:
+          What had to be computed, and what was there already.
+
+        Raises:
+          RequestError: a document that cannot be served.
+        """
+        parsed = parse_documents(documents)
+        if not parsed:
+            raise RequestError("documents", "no documents are given")
+        if messages is None:
+            prompt = text_prompt(self.tokenizer, "", parsed)
+        else:
+            prompt = chat_prompt(self.tokenizer, messages, parsed)
+        request = self.engine.add(prompt, SamplingParams(), encode_only=True)
+        self._drain([request])
+        return Usage.of(request)
+
+    def _run(self, prompts: Sequence[Prompt], params: SamplingParams | None) -> list[Completion]:
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                requests.append(self.engine.add(prompt, params or SamplingParams()))
+            return self._drain(requests)
+        finally:
+            for request in requests:
+                self.engine.abort(request.id)
+
+    def _drain(self, requests: Sequence[Request]) -> list[Completion]:
+        texts = {r.id: "" for r in requests}
+        reasons: dict[str, str] = {}
+        while len(reasons) < len(requests):
+            for output in self.engine.step():
+                name = output.request.id
+                if name in texts:
+                    texts[name] += output.text
+                    if output.finish_reason:
+                        reasons[name] = output.finish_reason
+        return [
+            Completion(
+                texts[r.id],
+                tuple(r.generated),
+                reasons[r.id],
+                Usage.of(r),
+                (r.first_token_at or r.arrived_at) - r.arrived_at,
+            )
+            for r in requests
+        ]
+
+
+def start_engine(loaded: Any, config: EngineConfig, *, progress: bool = True) -> Engine:
+    """Builds an engine, with a progress bar over the batch shapes that are compiled."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, disable=not progress, transient=False) as bar:
+        task = bar.add_task("Compiling batch shapes", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return Engine(loaded, config, progress=show)
+
+
+__all__ = ["LLM", "Completion", "Document", "DocumentUsage", "Usage"]

@@ -1,0 +1,1 @@
+"""Flax NNX models and their checkpoint loaders."""

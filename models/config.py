@@ -1,0 +1,183 @@
+"""Configuration of a Llama model, read from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lazyattn_jax.models.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape and constants of a Llama model. Sizes are numbers of elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"model config: {name} is {getattr(self, name)}, must be at least 1"
+                )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model config: {self.num_heads} attention heads are not a multiple of "
+                f"{self.num_kv_heads} key/value heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(
+                f"model config: head_dim is {self.head_dim}, RoPE needs an even number"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
+        """Reads the dictionary of a ``config.json``.
+
+        Raises:
+          ValueError: not a Llama model, a missing entry, or a variant that is not supported.
+        """
+        kind = config.get("model_type")
+        if kind != "llama":
+            raise ValueError(f"model_type is {kind!r}; this engine runs 'llama' models")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"hidden_act is {act!r}; Llama models use 'silu'")
+        if (partial := config.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is supported")
+        try:
+            heads = int(config["num_attention_heads"])
+            hidden = int(config["hidden_size"])
+            eos = config.get("eos_token_id")
+            return cls(
+                vocab_size=int(config["vocab_size"]),
+                hidden_size=hidden,
+                intermediate_size=int(config["intermediate_size"]),
+                num_layers=int(config["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                rope=RopeConfig.from_hf(config),
+                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+                attention_bias=bool(config.get("attention_bias", False)),
+                mlp_bias=bool(config.get("mlp_bias", False)),
+                bos_token_id=config.get("bos_token_id"),
+                eos_token_ids=tuple(eos)
+                if isinstance(eos, list)
+                else ()
+                if eos is None
+                else (eos,),
+            )
+        except KeyError as missing:
+            raise ValueError(f"config.json has no {missing.args[0]!r}") from None
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` dictionary of this configuration; ``from_hf`` reads it back."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids),
+            **self.rope.to_hf(),
+        }
+
+
+_LLAMA3_ROPE = RopeConfig(
+    theta=500_000.0,
+    scaling="llama3",
+    factor=8.0,
+    original_max_positions=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+_LLAMA3_TOKENS = {"bos_token_id": 128_000, "eos_token_ids": (128_001, 128_008, 128_009)}
+
+NAMED_SHAPES = {
+    "tiny": LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope=RopeConfig(theta=10_000.0),
+        max_position_embeddings=2048,
+        eos_token_ids=(0,),
+    ),
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rope=RopeConfig(theta=100_000.0),
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    ),
+    "llama3-1b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=RopeConfig(
+            theta=500_000.0,
+            scaling="llama3",
+            factor=32.0,
+            original_max_positions=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        **_LLAMA3_TOKENS,
+    ),
+    "llama3-8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=_LLAMA3_ROPE,
+        max_position_embeddings=131_072,
+        **_LLAMA3_TOKENS,
+    ),
+}
+"""Shapes that ``dummy:<size>`` makes random weights for."""

@@ -1,0 +1,179 @@
+"""Loads a GGUF file: weights (dequantised), configuration and tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from lazyattn_jax.models.checkpoint import Tensor
+from lazyattn_jax.models.config import LlamaConfig
+from lazyattn_jax.models.rope import RopeConfig
+from lazyattn_jax.models.tokenizer import Tokenizer, byte_level_bpe
+
+
+class GGUFSource:
+    """The metadata and tensors of one GGUF file.
+
+    Raises:
+      ValueError: not a GGUF file, truncated, or not a Llama model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.description = str(path)
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"{path} is not a GGUF file or is truncated: {error}") from None
+        self._tensors = {t.name: t for t in self._reader.tensors}
+        if (architecture := self.get("general.architecture")) != "llama":
+            raise ValueError(
+                f"{path}: general.architecture is {architecture!r}; this engine runs 'llama' models"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value, or the default."""
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        """A metadata value.
+
+        Raises:
+          ValueError: the file does not have it.
+        """
+        value = self.get(key)
+        if value is None:
+            raise ValueError(f"{self.description} has no metadata {key!r}")
+        return value
+
+    def names(self) -> set[str]:
+        """Names of all tensors present."""
+        return set(self._tensors)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """GGUF name."""
+        return tensor.gguf
+
+    def read_raw(self, name: str) -> np.ndarray:
+        """A tensor in float32, (out, in).
+
+        Raises:
+          ValueError: a quantisation that the ``gguf`` package cannot dequantise.
+        """
+        t = self._tensors[name]
+        try:
+            return gguf.quants.dequantize(t.data, t.tensor_type)
+        except NotImplementedError:
+            raise ValueError(
+                f"{self.description}: {name!r} is quantised as {t.tensor_type.name}, which the "
+                "gguf package cannot dequantise"
+            ) from None
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        """A tensor in float32 with Q and K heads in the half-split order of Hugging Face.
+
+        llama.cpp stores the two halves of these heads interleaved.
+        """
+        value = self.read_raw(tensor.gguf)
+        if tensor.permuted_heads:
+            heads = int(self.need(_HEAD_COUNTS[tensor.permuted_heads]))
+            value = (
+                value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+            )
+        return value
+
+
+_HEAD_COUNTS = {
+    "num_heads": "llama.attention.head_count",
+    "num_kv_heads": "llama.attention.head_count_kv",
+}
+
+
+def read_config(source: GGUFSource) -> LlamaConfig:
+    """Configuration from the metadata."""
+    heads = int(source.need("llama.attention.head_count"))
+    hidden = int(source.need("llama.embedding_length"))
+    head_dim = int(
+        source.get("llama.attention.key_length")
+        or source.get("llama.rope.dimension_count")
+        or hidden // heads
+    )
+    ends = (source.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    names = source.names()
+    return LlamaConfig(
+        vocab_size=len(source.need("tokenizer.ggml.tokens")),
+        hidden_size=hidden,
+        intermediate_size=int(source.need("llama.feed_forward_length")),
+        num_layers=int(source.need("llama.block_count")),
+        num_heads=heads,
+        num_kv_heads=int(source.get("llama.attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        rope=_read_rope(source),
+        # Stored as float32: round to the decimal that was meant.
+        rms_norm_eps=float(f"{source.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        max_position_embeddings=int(source.need("llama.context_length")),
+        tie_word_embeddings="output.weight" not in names,
+        attention_bias="blk.0.attn_q.bias" in names,
+        mlp_bias="blk.0.ffn_gate.bias" in names,
+        bos_token_id=source.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(int(e) for e in ends if e is not None)),
+    )
+
+
+def _read_rope(source: GGUFSource) -> RopeConfig:
+    theta = float(source.get("llama.rope.freq_base", 10_000.0))
+    if "rope_freqs.weight" in source.names():  # llama.cpp's form of llama3 scaling
+        divisors = tuple(float(x) for x in source.read_raw("rope_freqs.weight"))
+        return RopeConfig(theta, "divisors", divisors=divisors)
+    kind = source.get("llama.rope.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta)
+    return RopeConfig.from_hf(
+        {
+            "rope_theta": theta,
+            "max_position_embeddings": source.need("llama.context_length"),
+            "rope_scaling": {
+                "rope_type": kind,
+                "factor": source.need("llama.rope.scaling.factor"),
+                "original_max_position_embeddings": source.get(
+                    "llama.rope.scaling.original_context_length"
+                ),
+            },
+        }
+    )
+
+
+def read_tokenizer(source: GGUFSource) -> Tokenizer:
+    """Tokenizer from the vocabulary, merges and chat template of the file.
+
+    Raises:
+      ValueError: a kind of tokenizer that cannot be rebuilt from GGUF metadata.
+    """
+    kind = source.need("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ValueError(
+            f"{source.description}: tokenizer model {kind!r} cannot be rebuilt from GGUF metadata "
+            "(byte-level BPE, 'gpt2', can); load the model's Hugging Face folder instead"
+        )
+    tokens = source.need("tokenizer.ggml.tokens")
+    types = source.need("tokenizer.ggml.token_type")
+    special = [t for t, kind in zip(tokens, types, strict=True) if kind != gguf.TokenType.NORMAL]
+
+    def token(name: str) -> str | None:
+        i = source.get(f"tokenizer.ggml.{name}_token_id")
+        return None if i is None else tokens[i]
+
+    return Tokenizer(
+        byte_level_bpe(
+            tokens,
+            source.need("tokenizer.ggml.merges"),
+            special,
+            source.get("tokenizer.ggml.pre", "gpt-2"),
+        ),
+        bos_token=token("bos"),
+        eos_token=token("eos"),
+        add_bos=bool(source.get("tokenizer.ggml.add_bos_token", False)),
+        chat_template=source.get("tokenizer.chat_template"),
+    )

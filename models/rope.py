@@ -1,0 +1,163 @@
+"""RoPE frequencies and their published scalings, in float64 on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float64, Int
+
+_SCALINGS = ("default", "linear", "llama3", "yarn", "divisors")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """RoPE base and scaling.
+
+    ``scaling`` is ``default``, ``linear`` (positions divided by ``factor``; arXiv 2306.15595),
+    ``llama3`` (low frequencies divided by ``factor``, as Llama 3.1 was trained) or ``yarn``
+    (arXiv 2309.00071). GGUF files spell the outcome of llama3 scaling out as one divisor per
+    frequency (scaling ``divisors``). ``original_max_positions`` is the context length before scaling, in tokens.
+    ``attention_factor`` multiplies the rotated queries and keys (YaRN's temperature).
+    """
+
+    theta: float
+    scaling: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
+        """Reads ``rope_theta`` with ``rope_scaling``, or the newer ``rope_parameters``.
+
+        Raises:
+          ValueError: a scaling this engine does not do, or an entry it lacks.
+        """
+        params = {
+            **(config.get("rope_scaling") or {}),
+            **(config.get("rope_parameters") or {}),
+        }
+        theta = float(params.get("rope_theta", config.get("rope_theta", 10_000.0)))
+        kind = params.get("rope_type", params.get("type", "default"))
+        if kind == "dynamic":
+            raise ValueError(
+                "rope scaling 'dynamic' changes the frequencies with the length of the prompt, so "
+                "keys stored for one length are wrong at another and cannot be reused"
+            )
+        if kind not in _SCALINGS:
+            raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(_SCALINGS)}")
+        if kind == "default":
+            return cls(theta)
+        if kind == "divisors":
+            return cls(theta, kind, divisors=tuple(params["divisors"]))
+        names = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ()}[kind]
+        for name in ("factor", *names):
+            if name not in params:
+                raise ValueError(f"rope scaling {kind!r} needs {name!r} in the model's config")
+        factor = float(params["factor"])
+        if factor < 1:
+            raise ValueError(f"rope scaling factor is {factor}, must be at least 1")
+        return cls(
+            theta,
+            kind,
+            factor,
+            original_max_positions=int(
+                params.get("original_max_position_embeddings")
+                or config.get("original_max_position_embeddings")
+                or config.get("max_position_embeddings", 2048)
+            ),
+            low_freq_factor=float(params.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(params.get("high_freq_factor", 4.0)),
+            beta_fast=float(params.get("beta_fast") or 32.0),
+            beta_slow=float(params.get("beta_slow") or 1.0),
+            truncate=bool(params.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(params, factor) if kind == "yarn" else 1.0,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The entries of ``config.json`` that ``from_hf`` reads."""
+        entries: dict[str, Any] = {"rope_theta": self.theta}
+        if self.scaling == "divisors":
+            entries["rope_scaling"] = {"rope_type": "divisors", "divisors": list(self.divisors)}
+        elif self.scaling != "default":
+            scaling: dict[str, Any] = {"rope_type": self.scaling, "factor": self.factor}
+            if self.scaling != "linear":
+                scaling["original_max_position_embeddings"] = self.original_max_positions
+            if self.scaling == "llama3":
+                scaling["low_freq_factor"] = self.low_freq_factor
+                scaling["high_freq_factor"] = self.high_freq_factor
+            if self.scaling == "yarn":
+                scaling |= {
+                    "beta_fast": self.beta_fast,
+                    "beta_slow": self.beta_slow,
+                    "truncate": self.truncate,
+                    "attention_factor": self.attention_factor,
+                }
+            entries["rope_scaling"] = scaling
+        return entries
+
+    def inverse_frequencies(self, head_dim: int) -> Float64[np.ndarray, H//2]:
+        """Radians per position of each pair of elements."""
+        base = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.scaling == "linear":
+            return base / self.factor
+        if self.scaling == "divisors":
+            return base / np.asarray(self.divisors)
+        if self.scaling == "llama3":
+            # How many times a pair turns within the original context decides: many times, keep;
+            # less than low_freq_factor times, stretch; between, blend.
+            cycles = self.original_max_positions * base / (2 * math.pi)
+            span = self.high_freq_factor - self.low_freq_factor
+            keep = np.clip((cycles - self.low_freq_factor) / span, 0, 1)
+            return keep * base + (1 - keep) * base / self.factor
+        if self.scaling == "yarn":
+            low, high = (
+                head_dim
+                * math.log(self.original_max_positions / (beta * 2 * math.pi))
+                / (2 * math.log(self.theta))
+                for beta in (self.beta_fast, self.beta_slow)
+            )
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            span = high - low or 0.001
+            stretch = np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
+            return (1 - stretch) * base + stretch * base / self.factor
+        return base
+
+
+def rotation_rows(
+    inverse_frequencies: Float64[np.ndarray, H//2],
+    positions: Int[np.ndarray, T],
+    factor: float = 1.0,
+) -> tuple[Float[np.ndarray, "T H//2"], Float[np.ndarray, "T H//2"]]:
+    """Cosines and sines (float32) of the angles at some positions, times ``factor``.
+
+    The angles are made in float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
+    """
+    angles = positions.astype(np.float64)[:, None] * inverse_frequencies
+    return (
+        (np.cos(angles) * factor).astype(np.float32),
+        (np.sin(angles) * factor).astype(np.float32),
+    )
+
+
+def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+    return mscale(1.0)
