@@ -7,10 +7,9 @@ against plain rotated attention that knows no pages (``tests/kernels``).
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.kernels.shapes import check_shapes, expand
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
@@ -29,38 +28,37 @@ def lazy_attention(
     """Attention of every query row over all its items. Rows without any item come out as zeros."""
     group, page_size = check_shapes(q, k_pages, v_pages, turns)
     num_rows, num_heads, head_dim = q.shape
-    scores, values, rows = [], [], []
+    parts = []
+    top = jnp.full((num_rows, num_heads), -jnp.inf)
     for work in works:
         item = expand(work, block_rows, num_rows)
-        num_items, width = item.rows.shape
-        # [I C K S H] -> [I K n H], n counting the slots of the run
-        k, v = (
-            pages[item.pages].swapaxes(1, 2).reshape(num_items, -1, page_size * item.pages.shape[1],
-                                                     head_dim).astype(jnp.float32)
-            for pages in (k_pages, v_pages)
-        )  # fmt: skip
+        k, v = (_run(pages, item.pages) for pages in (k_pages, v_pages))
         qt = rotate(
             q.at[item.rows].get(mode="fill", fill_value=0).astype(jnp.float32),
             turns.cos[item.turns],
             turns.sin[item.turns],
-        ).reshape(num_items, width, -1, group, head_dim)
+        ).reshape(*item.rows.shape, -1, group, head_dim)
         s = jnp.einsum("irkgh,iknh->irkgn", qt, k, precision=lax.Precision.HIGHEST) * scale
-        seen = jnp.arange(k.shape[2]) < item.visible[..., None]  # [I R n]
+        seen = jnp.arange(k.shape[2])[None, None] < item.visible[..., None]  # [I R n]
         s = jnp.where(seen[:, :, None, None], s, -jnp.inf)
         v = jnp.where(seen.any(1)[:, None, :, None], v, 0)  # what lies past the run may be NaN
-        scores.append(s.reshape(num_items * width, num_heads, -1))
-        values.append(jnp.repeat(v, width, axis=0))
-        rows.append(item.rows.reshape(-1))
+        top = top.at[item.rows].max(s.max(-1).reshape(*item.rows.shape, num_heads), mode="drop")
+        parts.append((item.rows, s, v))
 
-    row = jnp.concatenate(rows)
-    top = jax.ops.segment_max(jnp.concatenate([s.max(-1) for s in scores]), row, num_rows)
     top = jnp.where(jnp.isfinite(top), top, 0)
     total = jnp.zeros((num_rows, num_heads), jnp.float32)
     out = jnp.zeros((num_rows, num_heads, head_dim), jnp.float32)
-    for s, v, r in zip(scores, values, rows, strict=True):
-        p = jnp.exp(s - top.at[r].get(mode="fill", fill_value=0)[..., None])
-        pg = p.reshape(p.shape[0], -1, group, p.shape[-1])
-        o = jnp.einsum("rkgn,rknh->rkgh", pg, v, precision=lax.Precision.HIGHEST)
-        total = total.at[r].add(p.sum(-1), mode="drop")
-        out = out.at[r].add(o.reshape(-1, num_heads, head_dim), mode="drop")
+    for rows, s, v in parts:
+        highest = top.at[rows].get(mode="fill", fill_value=0).reshape(*s.shape[:-1], 1)
+        p = jnp.exp(s - highest)
+        o = jnp.einsum("irkgn,iknh->irkgh", p, v, precision=lax.Precision.HIGHEST)
+        total = total.at[rows].add(p.sum(-1).reshape(*rows.shape, num_heads), mode="drop")
+        out = out.at[rows].add(o.reshape(*rows.shape, num_heads, head_dim), mode="drop")
     return (out / jnp.where(total > 0, total, 1)[..., None]).astype(q.dtype)
+
+
+def _run(pages: Float[Array, "P K S H"], ids: Int[Array, "I C"]) -> Float[Array, "I K n H"]:
+    """Every item's run in float32, ``n`` counting its slots."""
+    _, kv_heads, page_size, head_dim = pages.shape
+    run = pages[ids].swapaxes(1, 2).astype(jnp.float32)  # [I K C S H]
+    return run.reshape(ids.shape[0], kv_heads, ids.shape[1] * page_size, head_dim)

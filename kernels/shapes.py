@@ -22,7 +22,7 @@ class ExpandedWork(NamedTuple):
 def expand(work: PrefillWork | DecodeWork, block_rows: int, num_rows: int) -> ExpandedWork:
     """Dense form of a work list over ``num_rows`` query rows; unused rows see no slot."""
     if isinstance(work, PrefillWork):
-        r = jnp.arange(block_rows)
+        r = jnp.arange(block_rows)[None, :]
         used = r < work.num_rows[:, None]
         rows = jnp.where(used, work.row[:, None] + r, num_rows)
         turns = jnp.broadcast_to(work.turn[:, None], rows.shape)
@@ -57,6 +57,7 @@ def check_shapes(
         raise ValueError(f"q is {q.dtype}, the pages are {k_pages.dtype}; they must agree")
     if head_dim % 2 or turns.cos.shape[1] != head_dim // 2:
         raise ValueError(
-            f"the turns have {turns.cos.shape[1]} angles, head_dim {head_dim} needs {head_dim / 2:g}"
+            f"the turns have {turns.cos.shape[1]} angles, head_dim {head_dim} needs "
+            f"{head_dim / 2:g}"
         )
     return q.shape[1] // kv_heads, page_size

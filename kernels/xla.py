@@ -144,7 +144,7 @@ def _attend(
 
     s = matmul("Kmh,Knh->Kmn", q.reshape(kv_heads, rows * group, head_dim), k) * scale
     s = s.reshape(kv_heads, rows, group, -1)
-    seen = jnp.arange(k.shape[1]) < visible[:, None]
+    seen = jnp.arange(k.shape[1])[None, :] < visible[:, None]
     s = jnp.where(seen[None, :, None, :], s, -jnp.inf)
     top = jnp.maximum(state.top, s.max(-1))
     p = jnp.exp(s - top[..., None])

@@ -70,7 +70,7 @@ class LlamaConfig:
                 num_layers=int(config["num_hidden_layers"]),
                 num_heads=heads,
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
+                head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
                 rope=RopeConfig.from_hf(config),
                 rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
@@ -119,7 +119,10 @@ _LLAMA3_ROPE = RopeConfig(
     low_freq_factor=1.0,
     high_freq_factor=4.0,
 )
-_LLAMA3_TOKENS = {"bos_token_id": 128_000, "eos_token_ids": (128_001, 128_008, 128_009)}
+_LLAMA3_TOKENS: dict[str, Any] = {
+    "bos_token_id": 128_000,
+    "eos_token_ids": (128_001, 128_008, 128_009),
+}
 
 NAMED_SHAPES = {
     "tiny": LlamaConfig(

@@ -98,7 +98,7 @@ def read_config(source: GGUFSource) -> LlamaConfig:
     head_dim = int(
         source.get("llama.attention.key_length")
         or source.get("llama.rope.dimension_count")
-        or hidden // heads
+        or hidden // max(heads, 1)
     )
     ends = (source.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     names = source.names()
@@ -159,7 +159,10 @@ def read_tokenizer(source: GGUFSource) -> Tokenizer:
         )
     tokens = source.need("tokenizer.ggml.tokens")
     types = source.need("tokenizer.ggml.token_type")
-    special = [t for t, kind in zip(tokens, types, strict=True) if kind != gguf.TokenType.NORMAL]
+    pre = source.get("tokenizer.ggml.pre", "gpt-2")
+
+    def of_type(*kinds: int) -> list[str]:
+        return [t for t, kind in zip(tokens, types, strict=True) if kind in kinds]
 
     def token(name: str) -> str | None:
         i = source.get(f"tokenizer.ggml.{name}_token_id")
@@ -169,11 +172,13 @@ def read_tokenizer(source: GGUFSource) -> Tokenizer:
         byte_level_bpe(
             tokens,
             source.need("tokenizer.ggml.merges"),
-            special,
-            source.get("tokenizer.ggml.pre", "gpt-2"),
+            of_type(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN),
+            pre,
+            whole=of_type(gguf.TokenType.USER_DEFINED),
         ),
         bos_token=token("bos"),
         eos_token=token("eos"),
-        add_bos=bool(source.get("tokenizer.ggml.add_bos_token", False)),
+        # Llama 3 files mostly lack the flag: llama.cpp then goes by the name of the cutter.
+        add_bos=bool(source.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
         chat_template=source.get("tokenizer.chat_template"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class SafetensorsSource:
             index, files = None, [_SINGLE]
         else:
             raise ValueError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
-        self._files = {}
+        self._files: dict[str, Any] = {}
         for file in files:
             if not (folder / file).exists():
                 raise ValueError(f"{index_path} names the shard {file!r}, which is not in {folder}")

@@ -20,8 +20,9 @@ class RopeConfig:
     ``scaling`` is ``default``, ``linear`` (positions divided by ``factor``; arXiv 2306.15595),
     ``llama3`` (low frequencies divided by ``factor``, as Llama 3.1 was trained) or ``yarn``
     (arXiv 2309.00071). GGUF files spell the outcome of llama3 scaling out as one divisor per
-    frequency (scaling ``divisors``). ``original_max_positions`` is the context length before scaling, in tokens.
-    ``attention_factor`` multiplies the rotated queries and keys (YaRN's temperature).
+    frequency (scaling ``divisors``). ``original_max_positions`` is the context length before
+    scaling, in tokens. ``attention_factor`` multiplies the rotated queries and keys (YaRN's
+    temperature).
     """
 
     theta: float
@@ -106,7 +107,7 @@ class RopeConfig:
             entries["rope_scaling"] = scaling
         return entries
 
-    def inverse_frequencies(self, head_dim: int) -> Float64[np.ndarray, H//2]:
+    def inverse_frequencies(self, head_dim: int) -> Float64[np.ndarray, H // 2]:
         """Radians per position of each pair of elements."""
         base = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.scaling == "linear":
@@ -137,7 +138,7 @@ class RopeConfig:
 
 
 def rotation_rows(
-    inverse_frequencies: Float64[np.ndarray, H//2],
+    inverse_frequencies: Float64[np.ndarray, H // 2],
     positions: Int[np.ndarray, T],
     factor: float = 1.0,
 ) -> tuple[Float[np.ndarray, "T H//2"], Float[np.ndarray, "T H//2"]]:

@@ -161,7 +161,12 @@ class DecodeStream:
 
 
 def byte_level_bpe(
-    tokens: Sequence[str], merges: Sequence[str], special: Sequence[str], pre: str = "gpt-2"
+    tokens: Sequence[str],
+    merges: Sequence[str],
+    special: Sequence[str],
+    pre: str = "gpt-2",
+    *,
+    whole: Sequence[str] = (),
 ) -> tokenizers.Tokenizer:
     """A byte-level BPE tokenizer from its parts, as GGUF files list them.
 
@@ -170,10 +175,12 @@ def byte_level_bpe(
       merges: pairs joined by a space, best first.
       special: control tokens.
       pre: llama.cpp's name of how text is cut before merging.
+      whole: tokens that are never cut in text, but are text: decoding keeps them.
 
     Raises:
       ValueError: an unknown ``pre``.
     """
+    cutter: pre_tokenizers.PreTokenizer
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)
     if pre in _SPLITS:
         split = pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), "isolated")
@@ -190,7 +197,7 @@ def byte_level_bpe(
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            merges=[(left, right) for left, _, right in (m.partition(" ") for m in merges)],
             # A word that is in the vocabulary stays whole even where no merge leads to it.
             ignore_merges=pre == "llama-bpe",
         )
@@ -198,6 +205,7 @@ def byte_level_bpe(
     tokenizer.pre_tokenizer = cutter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in whole])
     return tokenizer
 
 
@@ -226,7 +234,7 @@ def dummy_tokenizer(vocab_size: int) -> Tokenizer:
 class _GenerationBlock(Extension):
     """Accepts ``{% generation %}``, which marks training targets and renders its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -82,8 +82,8 @@ class EngineConfig:
         num_pages = pool_bytes // page_bytes
         if num_pages < 1:
             raise ValueError(
-                f"a KV pool of {pool_bytes:,} bytes does not hold one page of {page_bytes:,} bytes; "
-                "raise kv_pool_bytes"
+                f"a KV pool of {pool_bytes:,} bytes does not hold one page of {page_bytes:,} "
+                "bytes; raise kv_pool_bytes"
             )
         free = _free_bytes()
         if free is not None and pool_bytes > free:
@@ -101,7 +101,7 @@ class EngineConfig:
             model_len = min(model_len, num_pages * page_size)
         elif model_len > num_pages * page_size:
             raise ValueError(
-                f"max_model_len is {model_len} tokens, a KV pool of {pool_bytes / GIB:.3f} GiB holds "
+                f"max_model_len is {model_len} tokens, a KV pool of {pool_bytes:,} bytes holds "
                 f"{num_pages * page_size}; lower max_model_len or raise kv_pool_bytes to at least "
                 f"{-(-model_len // page_size) * page_bytes:,}"
             )

@@ -110,7 +110,10 @@ class Engine:
             context=self._context,
             encode_only=encode_only,
         )
-        max_tokens = self._fit(layout, params.max_tokens, least=0 if encode_only else 1)
+        if encode_only:
+            max_tokens = self._fit(layout, None, least=0)
+        else:
+            max_tokens = self._fit(layout, params.max_tokens, least=1)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(request_id, layout, params, max_tokens=max_tokens, seed=seed)
         self._streams[request_id] = (request, TextStream(self.loaded.tokenizer, params.stop))

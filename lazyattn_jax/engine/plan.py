@@ -125,15 +125,20 @@ class Planner:
         for segment, holders in users.items():
             for first in range(0, len(holders), wide):
                 some = holders[first : first + wide]
-                # A row may hold one document twice; rows of an item must differ.
-                once = list({row: (row, turn) for row, turn in some}.values())
-                again = [h for h in some if h not in once]
-                shared = once if len(once) > 1 else []
-                if shared:
+                # A row may hold one document twice; the rows of an item must differ.
+                once: dict[int, int] = {}
+                again = []
+                for row, turn in some:
+                    if row in once:
+                        again.append((row, turn))
+                    else:
+                        once[row] = turn
+                shared = list(once.items())
+                if len(shared) > 1:
                     groups[wide].append((shared, segment, lengths[segment]))
-                groups[narrow] += [
-                    ([h], segment, lengths[segment]) for h in (again if shared else some)
-                ]
+                else:
+                    again += shared
+                groups[narrow] += [([holder], segment, lengths[segment]) for holder in again]
 
         items = {width: self._split(group) for width, group in groups.items()}
         limits = self.limits

@@ -202,11 +202,12 @@ def lay_out(
             positions += range(position, position + len(piece))
             position += len(piece)
     if encode_only and documents:
+        position -= len(stream)
         stream, positions = [], []
-    elif not stream:
-        raise RequestError("prompt", "the prompt is empty")
     elif documents and documents[-1].insert_at == len(stream):
         raise RequestError("prompt", "the prompt ends with a document; text must follow it")
+    elif not stream:
+        raise RequestError("prompt", "the prompt is empty")
     return Layout(
         root,
         page_size,
