@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxtyping import Array, Float
+
 from lazyattn_jax.kernels import reference, xla
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
 

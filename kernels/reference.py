@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.kernels.shapes import check_shapes, expand
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
@@ -26,7 +27,7 @@ def lazy_attention(
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Attention of every query row over all its items. Rows without any item come out as zeros."""
-    group, page_size = check_shapes(q, k_pages, v_pages, turns)
+    group = check_shapes(q, k_pages, v_pages, turns)
     num_rows, num_heads, head_dim = q.shape
     parts = []
     top = jnp.full((num_rows, num_heads), -jnp.inf)

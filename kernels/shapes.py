@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
 
 
@@ -35,10 +36,8 @@ def expand(work: PrefillWork | DecodeWork, block_rows: int, num_rows: int) -> Ex
     return ExpandedWork(rows, turns, jnp.where(used & real, visible, 0), work.pages)
 
 
-def check_shapes(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, turns: Turns
-) -> tuple[int, int]:
-    """Validates what every implementation needs; returns (query heads per KV head, page size).
+def check_shapes(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, turns: Turns) -> int:
+    """Validates what every implementation needs; returns the query heads per KV head.
 
     Raises:
       ValueError: shapes or dtypes that disagree, naming both.
@@ -48,7 +47,7 @@ def check_shapes(
             f"K pages are {k_pages.dtype}{k_pages.shape}, V pages {v_pages.dtype}{v_pages.shape}; "
             "they must agree"
         )
-    _, kv_heads, page_size, head_dim = k_pages.shape
+    _, kv_heads, _, head_dim = k_pages.shape
     if q.ndim != 3 or q.shape[2] != head_dim:
         raise ValueError(f"q is {q.shape}, expected [T, N, {head_dim}] for pages {k_pages.shape}")
     if q.shape[1] % kv_heads:
@@ -60,4 +59,4 @@ def check_shapes(
             f"the turns have {turns.cos.shape[1]} angles, head_dim {head_dim} needs "
             f"{head_dim / 2:g}"
         )
-    return q.shape[1] // kv_heads, page_size
+    return q.shape[1] // kv_heads

@@ -11,11 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import jax
-    import numpy as np
-    from jaxtyping import Float, Int
-
-    Array = jax.Array | np.ndarray
+    from jaxtyping import Array, Float, Int
 
 
 class Turns(NamedTuple):
@@ -37,12 +33,12 @@ class PrefillWork(NamedTuple):
     ``block_rows`` and the query array must hold ``block_rows`` rows past every item's first row.
     """
 
-    row: Int[Array, I]
-    num_rows: Int[Array, I]
-    turn: Int[Array, I]
+    row: Int[Array, "I"]
+    num_rows: Int[Array, "I"]
+    turn: Int[Array, "I"]
     pages: Int[Array, "I C"]
-    kv_len: Int[Array, I]
-    causal: Int[Array, I]
+    kv_len: Int[Array, "I"]
+    causal: Int[Array, "I"]
     num_items: Int[Array, ""]
 
 
@@ -56,5 +52,5 @@ class DecodeWork(NamedTuple):
     rows: Int[Array, "I R"]
     turns: Int[Array, "I R"]
     pages: Int[Array, "I C"]
-    kv_len: Int[Array, I]
+    kv_len: Int[Array, "I"]
     num_items: Int[Array, ""]

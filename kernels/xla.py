@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.kernels.shapes import check_shapes
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
@@ -39,7 +40,7 @@ def lazy_attention(
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Attention of every query row over all its items; see ``reference.lazy_attention``."""
-    group, _ = check_shapes(q, k_pages, v_pages, turns)
+    group = check_shapes(q, k_pages, v_pages, turns)
     num_rows, num_heads, head_dim = q.shape
     kv_heads = num_heads // group
     # Items of unused rows read and write past the last row, so pad by one block.
@@ -111,7 +112,7 @@ def _decode_items(
 def _read_run(
     k_pages: Float[Array, "P K S H"],
     v_pages: Float[Array, "P K S H"],
-    pages: Int[Array, C],
+    pages: Int[Array, "C"],
     kv_len: Int[Array, ""],
 ) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
     k, v = (
@@ -130,7 +131,7 @@ def _attend(
     q: Float[Array, "K R G H"],
     k: Float[Array, "K n H"],
     v: Float[Array, "K n H"],
-    visible: Int[Array, R],
+    visible: Int[Array, "R"],
     state: _Softmax,
     scale: float,
 ) -> _Softmax:

@@ -23,11 +23,12 @@ DOCUMENTS = (
     Document(
         title="Harbour of Velmora",
         text=(
-            "Velmora is a fishing port on the northern coast. Its harbour was built in 1874 by the "
-            "engineer Ada Lindqvist, who had the breakwater made of red granite from the quarries "
-            "of Osk. The lighthouse at its end is 31 metres high and shows a green light. Every "
-            "autumn the herring fleet, about sixty boats, winters in the inner basin, and the town "
-            "holds a three-day market on the quay where smoked fish and rope are sold."
+            "Velmora is a fishing port on the northern coast. Its harbour was built in 1874 by "
+            "the engineer Ada Lindqvist, who had the breakwater made of red granite from the "
+            "quarries of Osk. The lighthouse at its end is 31 metres high and shows a green "
+            "light. Every autumn the herring fleet, about sixty boats, winters in the inner "
+            "basin, and the town holds a three-day market on the quay where smoked fish and rope "
+            "are sold."
         ),
     ),
     Document(
@@ -44,51 +45,50 @@ DOCUMENTS = (
         title="Orsin bread",
         text=(
             "Orsin bread is a dark loaf from the island of Orsin. The dough is made of rye flour, "
-            "buttermilk and roasted barley, and is left to rise for two days in wooden troughs. It "
-            "is baked in ovens heated with heather, which gives the crust its smoky taste. A loaf "
-            "weighs four pounds and keeps for a month. Sailors used to hang the loaves from the "
-            "beams of their cabins so that the rats could not reach them."
+            "buttermilk and roasted barley, and is left to rise for two days in wooden troughs. "
+            "It is baked in ovens heated with heather, which gives the crust its smoky taste. A "
+            "loaf weighs four pounds and keeps for a month. Sailors used to hang the loaves from "
+            "the beams of their cabins so that the rats could not reach them."
         ),
     ),
     Document(
         title="The glass frog Lumo",
         text=(
             "The glass frog Lumo lives in the cloud forests of the Sarita mountains. Its belly is "
-            "so clear that its heart can be seen beating. The female lays her eggs on the underside "
-            "of fern leaves, and the male guards them against wasps. The frog was first described "
-            "by the biologist Ines Carvalho, who found it in 1961. It eats small flies and calls "
-            "only on nights with fog, with a sound like two pebbles knocked together."
+            "so clear that its heart can be seen beating. The female lays her eggs on the "
+            "underside of fern leaves, and the male guards them against wasps. The frog was first "
+            "described by the biologist Ines Carvalho, who found it in 1961. It eats small flies "
+            "and calls only on nights with fog, with a sound like two pebbles knocked together."
         ),
     ),
     Document(
         title="The comet clock of Hallen",
         text=(
-            "The comet clock stands in the town hall of Hallen. The clockmaker Jonas Weir worked on "
-            "it for eleven years. Besides the hours it shows the phases of the moon and the return "
-            "of a comet every 76 years. It is driven by three lead weights that must be wound up on "
-            "Sundays. During the flood of 1923 the lower wheels rusted, and since then the figure "
-            "of the astronomer no longer raises its telescope at noon."
+            "The comet clock stands in the town hall of Hallen. The clockmaker Jonas Weir worked "
+            "on it for eleven years. Besides the hours it shows the phases of the moon and the "
+            "return of a comet every 76 years. It is driven by three lead weights that must be "
+            "wound up on Sundays. During the flood of 1923 the lower wheels rusted, and since "
+            "then the figure of the astronomer no longer raises its telescope at noon."
         ),
     ),
     Document(
         title="Training at the Ridge School",
         text=(
-            "The Ridge School trains rescue dogs for avalanches. A course takes eighteen months. The "
-            "dogs, mostly border collies, learn to find a person under two metres of snow within "
-            "ten minutes. The head of the school is Petra Novak, a former ski racer. Lessons begin "
-            "with a toy hidden in a sandbox and end with a night search on the Korvin glacier. "
-            "Retired dogs live with families in the valley."
+            "The Ridge School trains rescue dogs for avalanches. A course takes eighteen months. "
+            "The dogs, mostly border collies, learn to find a person under two metres of snow "
+            "within ten minutes. The head of the school is Petra Novak, a former ski racer. "
+            "Lessons begin with a toy hidden in a sandbox and end with a night search on the "
+            "Korvin glacier. Retired dogs live with families in the valley."
         ),
     ),
 )
 
 QUESTIONS = (
-    "What is the colour of the light of the lighthouse in Velmora?",
-    "Who found the glass frog Lumo in 1961?",
+    "How high is the lighthouse?",
+    "Where does the comet clock stand?",
     "When was the Tarn Valley railway opened?",
+    "Who first described the glass frog Lumo?",
     "Who is the head of the Ridge School?",
-    "How long did the clockmaker Jonas Weir work on the comet clock?",
-    "What flour is Orsin bread made of?",
 )
 
 CACHE = Path(".venv") / "compilation-cache"
@@ -117,7 +117,7 @@ def main() -> None:
 
 def _orders() -> list[tuple[int, ...]]:
     orders = list(itertools.permutations(range(len(DOCUMENTS))))
-    return random.Random(0).sample(orders, len(QUESTIONS))
+    return random.Random(1).sample(orders, len(QUESTIONS))
 
 
 def _ask(console: Console, llm: LLM, question: str, order: tuple[int, ...]) -> _Answer:
@@ -126,7 +126,7 @@ def _ask(console: Console, llm: LLM, question: str, order: tuple[int, ...]) -> _
         {"role": "user", "content": f"{question} Answer with a few words from the documents."},
     ]
     documents = [DOCUMENTS[i] for i in order]
-    console.print(f"[dim]documents {' '.join(str(i + 1) for i in order)}[/dim]  {question}")
+    console.print(f"[dim]{' '.join(str(i + 1) for i in order)}[/dim]  {question}")
     console.print("  [green]>[/green] ", end="")
     request = None
     params = SamplingParams(temperature=0, max_tokens=32)

@@ -172,6 +172,7 @@ def _render_documents(
     """The text, if the chat template renders documents itself; each becomes one sentinel.
 
     A document's piece reaches from the first to the last of its fields as the template puts them.
+    None, if the template does not put each document in one place.
     """
     source = tokenizer.chat_template
     if not documents or source is None or not _mentions_documents(source):
@@ -187,18 +188,20 @@ def _render_documents(
         for i, document in enumerate(documents)
     ]
     text = tokenizer.render_chat(messages, add_generation_prompt=True, documents=fields)
-    for i, document in enumerate(documents):
-        marks = [f["title"] for f in fields[i : i + 1] if f["title"]] + [fields[i]["text"]]
-        places = [text.find(mark) for mark in marks if mark in text]
-        if not places or fields[i]["text"] not in text:
+    contents = []
+    for document, field in zip(documents, fields, strict=True):
+        marks = [field[name] for name in ("title", "text") if field[name] and field[name] in text]
+        if field["text"] not in marks:
             return None
-        start = min(places)
-        end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
-        content = text[start:end].replace(fields[i]["text"], document.text)
-        if fields[i]["title"]:
-            content = content.replace(fields[i]["title"], document.title)
+        start = min(text.find(mark) for mark in marks)
+        end = max(text.rfind(mark) + len(mark) for mark in marks)
+        content = text[start:end].replace(field["text"], document.text)
+        if field["title"]:
+            content = content.replace(field["title"], document.title)
+        contents.append(content)
         text = text[:start] + sentinels.add(document, content) + text[end:]
-    return text
+    # A mark that is left: the template changed a field, or put one document's inside another's.
+    return None if any(nonce in part.lower() for part in (text, *contents)) else text
 
 
 def _mentions_documents(source: str) -> bool:

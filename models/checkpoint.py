@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from lazyattn_jax.models.config import LlamaConfig
 from lazyattn_jax.models.llama import Llama
 from lazyattn_jax.models.tokenizer import Tokenizer
@@ -138,10 +140,6 @@ def dummy(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     )
-    draw: Callable[..., jax.Array] = jax.jit(
-        lambda key, shape: jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype),
-        static_argnums=1,
-    )
     flat = {}
     for n, (path, param) in enumerate(nnx.to_flat_state(abstract)):
         if path[-1] == "scale":
@@ -149,24 +147,33 @@ def dummy(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
         elif path[-1] == "bias":
             value = jnp.zeros(param.shape, dtype)
         else:
-            value = draw(jax.random.key(n), param.shape)
+            value = _draw(jax.random.key(n), param.shape, dtype)
         flat[path] = param.replace(value)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def fingerprint(model: Llama, config: LlamaConfig) -> bytes:
-    """SHA-256 over the configuration and a position-weighted checksum of every parameter's bits."""
-
-    @jax.jit
-    def checksum(x: jax.Array) -> jax.Array:
-        width = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
-        bits = jax.lax.bitcast_convert_type(x.reshape(-1), width).astype(jnp.uint32)
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
-
+    """SHA-256 over the configuration and a checksum of every parameter's bits and their places."""
     digest = hashlib.sha256(json.dumps(config.to_hf(), sort_keys=True).encode())
     for path, param in nnx.to_flat_state(nnx.state(model)):
-        digest.update(f"{path}{param.dtype}{int(checksum(param[...]))}".encode())
+        digest.update(f"{path}{param.dtype}{int(_checksum(param[...]))}".encode())
     return digest.digest()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+
+@jax.jit
+def _checksum(x: jax.Array) -> jax.Array:
+    width = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    bits = jax.lax.bitcast_convert_type(x.reshape(-1), width).astype(jnp.uint32)
+    # Mixed as in MurmurHash3: a plain weighted sum misses two flipped signs or moved rows.
+    mixed = bits * jnp.uint32(0x9E3779B1) + jnp.arange(bits.size, dtype=jnp.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
 
 def _ignorable(name: str, config: LlamaConfig) -> bool:
@@ -175,18 +182,3 @@ def _ignorable(name: str, config: LlamaConfig) -> bool:
         or name == "rope_freqs.weight"  # GGUF: read with the configuration
         or (config.tie_word_embeddings and name in ("lm_head.weight", "output.weight"))
     )
-
-
-def read_json(path: Any) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-      ValueError: not JSON, or not an object; the message names the file.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, expected an object")
-    return value

@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+
 from lazyattn_jax.models.checkpoint import Tensor
 from lazyattn_jax.models.config import LlamaConfig
 from lazyattn_jax.models.rope import RopeConfig

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from lazyattn_jax.models.checkpoint import Tensor, assemble, read_json
-from lazyattn_jax.models.config import LlamaConfig
-from lazyattn_jax.models.llama import Llama
 from safetensors import SafetensorError, safe_open
+
+from lazyattn_jax.models.checkpoint import Tensor, assemble
+from lazyattn_jax.models.config import LlamaConfig, read_json
+from lazyattn_jax.models.llama import Llama
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -79,8 +80,9 @@ def load_config(folder: Path) -> LlamaConfig:
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"{folder} has no config.json; is it a model folder?")
+    values = read_json(path)
     try:
-        config = LlamaConfig.from_hf(read_json(path))
+        config = LlamaConfig.from_hf(values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
     generation = folder / "generation_config.json"

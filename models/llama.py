@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.config import LlamaConfig
 
@@ -154,11 +155,19 @@ class Llama(nnx.Module):
         return out.astype(jnp.float32)
 
 
-def _norm(config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
+class RMSNorm(nnx.RMSNorm):
+    """Computes in float32 and returns its input's dtype: promotion is explicit."""
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """Rows scaled to a root mean square of 1, times the learned scale."""
+        return super().__call__(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _norm(config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> RMSNorm:
+    return RMSNorm(
         config.hidden_size,
         epsilon=config.rms_norm_eps,
-        dtype=dtype,
+        dtype=jnp.float32,
         param_dtype=dtype,
         rngs=rngs,
     )

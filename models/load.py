@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
 from lazyattn_jax.models import gguf_file, hf
 from lazyattn_jax.models.checkpoint import LoadedModel, assemble, dummy, fingerprint
 from lazyattn_jax.models.config import NAMED_SHAPES, LlamaConfig
@@ -86,7 +87,7 @@ def _restore_orbax(folder: Path, config: LlamaConfig, dtype: jnp.dtype) -> Llama
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             values = checkpointer.restore((folder / _ORBAX).absolute(), nnx.to_pure_dict(abstract))
-    except (ValueError, KeyError, FileNotFoundError) as error:
+    except Exception as error:  # orbax raises plain Exception for array data that it cannot read
         raise ValueError(f"{folder / _ORBAX} does not hold this model's weights: {error}") from None
     nnx.replace_by_pure_dict(abstract, values)
     return nnx.merge(graph, abstract)

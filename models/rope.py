@@ -68,6 +68,8 @@ class RopeConfig:
         factor = float(params["factor"])
         if factor < 1:
             raise ValueError(f"rope scaling factor is {factor}, must be at least 1")
+        if kind == "linear":
+            return cls(theta, kind, factor)
         return cls(
             theta,
             kind,
@@ -107,7 +109,7 @@ class RopeConfig:
             entries["rope_scaling"] = scaling
         return entries
 
-    def inverse_frequencies(self, head_dim: int) -> Float64[np.ndarray, H // 2]:
+    def inverse_frequencies(self, head_dim: int) -> Float64[np.ndarray, "H//2"]:
         """Radians per position of each pair of elements."""
         base = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.scaling == "linear":
@@ -138,8 +140,8 @@ class RopeConfig:
 
 
 def rotation_rows(
-    inverse_frequencies: Float64[np.ndarray, H // 2],
-    positions: Int[np.ndarray, T],
+    inverse_frequencies: Float64[np.ndarray, "H//2"],
+    positions: Int[np.ndarray, "T"],
     factor: float = 1.0,
 ) -> tuple[Float[np.ndarray, "T H//2"], Float[np.ndarray, "T H//2"]]:
     """Cosines and sines (float32) of the angles at some positions, times ``factor``.

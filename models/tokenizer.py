@@ -14,6 +14,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from lazyattn_jax.models.config import read_json
+
 # How the vocabularies that GGUF files name cut text before merging: a regular expression whose
 # matches are isolated, or a flag for the two built-in cutters.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -93,11 +95,12 @@ class Tokenizer:
                 messages=messages,
                 bos_token=self.bos_token or "",
                 eos_token=self.eos_token or "",
-                **variables,
+                # Templates are written for transformers, where both are always defined.
+                **{"tools": None, "documents": None, **variables},
             )
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refused the messages: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever the model's own code runs into
             raise TemplateError(f"the chat template failed on the messages: {error}") from error
 
     def save(self, folder: Path) -> None:
@@ -122,7 +125,7 @@ class Tokenizer:
         """Reads the tokenizer files of a model folder.
 
         Raises:
-          ValueError: ``tokenizer.json`` is missing or damaged.
+          ValueError: ``tokenizer.json`` is missing or damaged, or the chat template is.
         """
         path = folder / "tokenizer.json"
         if not path.exists():
@@ -132,7 +135,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is damaged: {error}") from None
         config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+        config = read_json(config_path) if config_path.exists() else {}
         template = config.get("chat_template")
         if isinstance(template, list):  # several named templates
             named = {t["name"]: t["template"] for t in template}

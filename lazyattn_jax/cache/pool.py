@@ -26,8 +26,8 @@ class LayerKV(NamedTuple):
 class Slots(NamedTuple):
     """Where a step's new tokens are stored; a page id past the pool means nowhere (padding)."""
 
-    page: Int[Array, T]
-    offset: Int[Array, T]
+    page: Int[Array, "T"]
+    offset: Int[Array, "T"]
 
 
 def bytes_per_token(config: LlamaConfig, dtype: jnp.dtype) -> int:

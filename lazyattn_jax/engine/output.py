@@ -8,7 +8,11 @@ from lazyattn_jax.models.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes a request's tokens; holds text back while it may be the start of a stop string."""
+    """Decodes a request's tokens; holds text back while it may be the start of a stop string.
+
+    Output ends before the stop string that is complete first, the longest of those that end
+    together, so what is shown does not depend on how the text is cut into tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._decoder = tokenizer.stream()
@@ -18,9 +22,10 @@ class TextStream:
     def push(self, token: int) -> tuple[str, bool]:
         """The text that may be shown after one more token, and whether a stop string was met."""
         self._held += self._decoder.step(token)
-        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+        starts = ((self._held.find(stop), stop) for stop in self._stop)
+        found = [(at + len(stop), at) for at, stop in starts if at >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - keep

@@ -26,11 +26,11 @@ class StepPlan(NamedTuple):
     """
 
     bucket: int
-    tokens: Int[np.ndarray, T]
+    tokens: Int[np.ndarray, "T"]
     cos: Float[np.ndarray, "T H//2"]
     sin: Float[np.ndarray, "T H//2"]
-    page: Int[np.ndarray, T]
-    offset: Int[np.ndarray, T]
+    page: Int[np.ndarray, "T"]
+    offset: Int[np.ndarray, "T"]
     turns: Turns
     works: tuple[PrefillWork | DecodeWork, ...]
 
@@ -47,7 +47,7 @@ class Planner:
     def __init__(
         self,
         limits: Limits,
-        inverse_frequencies: Float64[np.ndarray, H//2],
+        inverse_frequencies: Float64[np.ndarray, "H//2"],
         rope_factor: float = 1.0,
     ) -> None:
         self.limits = limits
@@ -92,18 +92,10 @@ class Planner:
             and limits.prefill_samples(b) >= samples
         )
         capacity = limits.prefill_items(bucket)
-        row, num_rows, turn, kv_len, causal = (
-            _padded(column, capacity) for column in np.asarray(rows, np.int32).T
-        )
-        items = PrefillWork(
-            row,
-            num_rows,
-            turn,
-            _page_table(pages, capacity, limits.run_pages),
-            kv_len,
-            causal,
-            np.int32(len(rows)),
-        )
+        columns = (_padded(column, capacity) for column in np.asarray(rows, np.int32).T)
+        table = _page_table(pages, capacity, limits.run_pages)
+        first, count, turn_ids, kv_len, causal = columns
+        items = PrefillWork(first, count, turn_ids, table, kv_len, causal, np.int32(len(rows)))
         spans = [(c.run, c.start, c.count) for c in chunks]
         return self._step(bucket, spans, turns, capacity, (items,))
 

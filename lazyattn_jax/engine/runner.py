@@ -26,13 +26,13 @@ from lazyattn_jax.models.checkpoint import LoadedModel
 class StepInputs(NamedTuple):
     """Everything a step needs from the host."""
 
-    tokens: Int[Array, T]
+    tokens: Int[Array, "T"]
     cos: Float[Array, "T H//2"]
     sin: Float[Array, "T H//2"]
     slots: Slots
     turns: Turns
     works: tuple[PrefillWork | DecodeWork, ...]
-    sampled: Int[Array, B]  # rows of T that a token is sampled after
+    sampled: Int[Array, "B"]  # rows of T that a token is sampled after
     sampling: SamplingRows
 
 
@@ -40,7 +40,7 @@ class StepInputs(NamedTuple):
 class StepResult:
     """Sampled tokens on the host, and the logits they were sampled from, on the device."""
 
-    tokens: Int[np.ndarray, B]
+    tokens: Int[np.ndarray, "B"]
     logits: Float[Array, "B V"]
 
 
@@ -137,7 +137,6 @@ class Runner:
         """Inputs of a batch shape with nothing to do in them."""
         limits, half = self._limits, self._config.head_dim // 2
         capacity = limits.prefill_items(bucket) if prefill else limits.decode_items(bucket)
-        none = np.zeros(0, np.int32)
         works = self._planner.empty_works(prefill, bucket)
         plan = StepPlan(
             bucket,
@@ -149,7 +148,7 @@ class Runner:
             Turns(*(np.zeros((capacity, half), np.float32) for _ in range(2))),
             works,
         )
-        return _inputs(plan, *self._sampling(prefill, bucket, none, ()))
+        return _inputs(plan, *self._sampling(prefill, bucket, (), ()))
 
 
 def _inputs(plan: StepPlan, sampled: np.ndarray, sampling: SamplingRows) -> StepInputs:
@@ -167,28 +166,20 @@ def _step(
     *,
     attention: str,
     scale: float,
-) -> tuple[Int[Array, B], Float[Array, "B V"], list[LayerKV]]:
+) -> tuple[Int[Array, "B"], Float[Array, "B V"], list[LayerKV]]:
     """One step, traced. Layers are unrolled: a scan would copy every weight it slices."""
     model = nnx.merge(graph, weights)
 
     def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
         kv = write(kv, k, v, inputs.slots)
-        work = inputs.works[0]
-        if isinstance(work, PrefillWork):
-            out = lazy_prefill(
-                q,
-                kv.k,
-                kv.v,
-                inputs.turns,
-                work,
-                block_rows=BLOCK_ROWS,
-                scale=scale,
-                implementation=attention,
-            )
+        options: dict[str, Any] = {"scale": scale, "implementation": attention}
+        prefill = [w for w in inputs.works if isinstance(w, PrefillWork)]
+        decode = tuple(w for w in inputs.works if isinstance(w, DecodeWork))
+        if prefill:
+            (work,) = prefill
+            out = lazy_prefill(q, kv.k, kv.v, inputs.turns, work, block_rows=BLOCK_ROWS, **options)
         else:
-            out = lazy_decode(
-                q, kv.k, kv.v, inputs.turns, inputs.works, scale=scale, implementation=attention
-            )
+            out = lazy_decode(q, kv.k, kv.v, inputs.turns, decode, **options)
         return out, kv
 
     hidden, pool = model(inputs.tokens, inputs.cos, inputs.sin, pool, attend)

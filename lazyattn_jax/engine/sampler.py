@@ -17,14 +17,14 @@ class SamplingRows(NamedTuple):
     they are all that a row's random numbers depend on.
     """
 
-    temperature: Float[Array, B]
-    top_k: Int[Array, B]
-    top_p: Float[Array, B]
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
     seed: UInt32[Array, "B 2"]
-    step: Int[Array, B]
+    step: Int[Array, "B"]
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, B]:
+def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, "B"]:
     """Token ids: the most likely one where temperature is 0, else drawn.
 
     top_k is applied before top_p, and top_p to the probabilities that top_k leaves, as in vLLM and
@@ -40,11 +40,13 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, B]:
     )
 
 
-def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) -> Int[Array, B]:
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) -> Int[Array, "B"]:
+    # With the largest at 0, no temperature is low enough to overflow.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     kept = lax.cond(any_filtered, lambda: _filter(scaled, rows), lambda: scaled)
 
-    def noise(seed: UInt32[Array, 2], step: Int[Array, ""]) -> Float[Array, V]:
+    def noise(seed: UInt32[Array, "2"], step: Int[Array, ""]) -> Float[Array, "V"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
         return jax.random.gumbel(key, logits.shape[-1:])
 
@@ -60,7 +62,8 @@ def _filter(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B 
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
     p = jax.nn.softmax(jnp.where(rank < k, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
-    kept = (rank < k) & (before < rows.top_p[:, None])
+    # Rounding may take the sum to 1 before the last token, which top_p = 1 keeps all the same.
+    kept = (rank < k) & ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None])
     last = jnp.max(jnp.where(kept, rank, 0), axis=-1, keepdims=True)
     threshold = jnp.take_along_axis(ordered, last, axis=-1)
     return jnp.where(scaled >= threshold, scaled, -jnp.inf)

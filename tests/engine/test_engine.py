@@ -28,7 +28,10 @@ CONTEXTS = pytest.mark.parametrize(
 
 
 def as_oracle(context):
-    return {"prefix": context["document_context"] == "prefix", "gap": context.get("document_gap", 0)}
+    return {
+        "prefix": context["document_context"] == "prefix",
+        "gap": context.get("document_gap", 0),
+    }
 
 
 @CONTEXTS
@@ -46,7 +49,9 @@ def as_oracle(context):
         [text(6, 140), A, QUESTION],  # leading text longer than a prefill step
         [text(7, 16), A, text(8, 16)],  # texts that end where a page ends
     ],
-    ids=lambda p: "-".join(str(len(x.tokens) if isinstance(x, DocumentPiece) else len(x)) for x in p),
+    ids=lambda p: "-".join(
+        str(len(x.tokens) if isinstance(x, DocumentPiece) else len(x)) for x in p
+    ),
 )
 def test_miss_and_hit_match_the_oracle(make_engine, context, prompt):
     engine = make_engine(**context)
@@ -289,9 +294,9 @@ def test_a_published_page_cannot_be_written(make_engine):
     published = request.run.pages[0]
     assert published not in request.run.private
     request.run.computed = len(request.run.tokens) - 1
+    run = request.run
+    run.tokens, run.positions = run.tokens[:3], run.positions[:3]
     with pytest.raises(RuntimeError, match=f"write page {published}, which is published"):
-        run = request.run
-        run.tokens, run.positions = run.tokens[:3], run.positions[:3]
         engine._runner.decode([request])
     engine.abort(request.id)
 
@@ -393,12 +398,12 @@ def test_bad_prompts_are_refused_with_value_and_limit(make_engine, prompt, param
 def test_a_prompt_larger_than_the_pool_is_refused(make_engine):
     engine = make_engine(kv_pool_bytes=12 * 8 * 512, max_model_len=96)
     prompt = [*(DocumentPiece(text(i, 9)) for i in range(6)), QUESTION]  # 2 pages each
-    with pytest.raises(RequestError, match="takes 15 pages, the whole pool has 12.*kv_pool_bytes"):
+    with pytest.raises(RequestError, match=r"takes 15 pages, the whole pool has 12.*kv_pool_bytes"):
         engine.add(prompt, GREEDY)
     with pytest.raises(RequestError, match="the whole pool has 12"):
         engine.add([*(DocumentPiece(text(i, 1)) for i in range(8)), text(9, 40)], GREEDY)
+    documents = [DocumentPiece(text(i, 9)) for i in range(7)]
     with pytest.raises(RequestError, match=r"takes 14 pages, the whole pool has 12"):
-        documents = [DocumentPiece(text(i, 9)) for i in range(7)]
         engine.add(documents, GREEDY, encode_only=True)
 
 

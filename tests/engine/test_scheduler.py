@@ -139,7 +139,9 @@ class Simulation:
         """Per token of a run: its own identity, and those of all it must attend to."""
         request = owner.waiters[0] if isinstance(owner, EncodeJob) else owner
         layout = request.layout
-        leading = [("text", layout.root, layout.leading[: i + 1]) for i in range(len(layout.leading))]
+        leading = [
+            ("text", layout.root, layout.leading[: i + 1]) for i in range(len(layout.leading))
+        ]
 
         def of_document(d) -> list[tuple]:
             prefix = layout.leading if d.after_prefix else None

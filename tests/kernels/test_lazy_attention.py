@@ -19,7 +19,7 @@ from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, TokenRun
 from lazyattn_jax.kernels.api import lazy_decode, lazy_prefill
-from lazyattn_jax.models.rope import RopeConfig, rotation_rows
+from lazyattn_jax.models.rope import RopeConfig
 
 NUM_PAGES = 160
 ROPE = RopeConfig(theta=10_000.0)
@@ -283,10 +283,12 @@ def test_shapes_that_disagree_are_named(implementation, changes, message):
 
 def test_dtypes_that_disagree_are_named():
     q, *rest = inputs()
-    with pytest.raises(ValueError, match="q is float16.*float32"):
+    with pytest.raises(ValueError, match=r"q is float16.*float32"):
         lazy_decode(q.astype(np.float16), *rest, scale=1.0)
 
 
 def test_unknown_implementation():
-    with pytest.raises(ValueError, match="unknown attention implementation 'cuda'.*xla.*reference"):
+    with pytest.raises(
+        ValueError, match=r"unknown attention implementation 'cuda'.*xla.*reference"
+    ):
         lazy_decode(*inputs(), scale=1.0, implementation="cuda")

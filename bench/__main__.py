@@ -1,0 +1,22 @@
+"""``python -m lazyattn_jax.bench``: one subcommand per benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from lazyattn_jax.bench import reuse
+
+
+def main() -> int:
+    """Runs the benchmark that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m lazyattn_jax.bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    reuse.add_command(commands)
+    args = parser.parse_args()
+    args.run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

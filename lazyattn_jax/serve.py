@@ -1,0 +1,338 @@
+"""``python -m lazyattn_jax.serve``: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, get_args
+
+import jax
+import uvicorn
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.kernels.api import Implementation
+from lazyattn_jax.llm import start_engine
+from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.server.app import MIB, ServerConfig, build_app
+from lazyattn_jax.server.async_engine import AsyncEngine
+
+_GRACE_SECONDS = 5  # for running requests to finish once the server is told to stop
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``1GiB``, ``512MiB``, ``2e9`` or ``1048576``.
+
+    Raises:
+      argparse.ArgumentTypeError: something else.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB, 1GiB, 2e9 or 1048576")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    defaults = EngineConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m lazyattn_jax.serve",
+        description="Serve a model over OpenAI's HTTP interface, with the KV of every document "
+        "computed once and shared by all requests.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        default=EMBEDDED,
+        help="'smollm2-135m', a GGUF file, a Hugging Face or Orbax folder, a hub name like "
+        "'owner/model', or 'dummy:<size>' for random weights (default: %(default)s)",
+    )
+    add("--served-model-name", metavar="NAME", help="what clients call it (default: as --model)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="port to listen on; 0 takes a free one (default: %(default)s)",
+    )
+    add(
+        "--max-body-bytes",
+        type=parse_size,
+        default=32 * MIB,
+        metavar="SIZE",
+        help="largest request body (default: 32MiB)",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what to log to stderr (default: %(default)s)",
+    )
+    add(
+        "--compilation-cache",
+        metavar="DIR",
+        help="keep compiled programs there, for quicker starts (default: off)",
+    )
+    _add_engine_options(parser.add_argument_group("engine"), defaults)
+    return parser
+
+
+def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
+    add = group.add_argument
+    add(
+        "--kv-pool-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="size of the KV pool, e.g. 512MiB or 2e9 (default: 1GiB on a CPU, else 90%% of the "
+        "memory that the weights leave)",
+    )
+    add("--page-size", type=int, metavar="TOKENS", help="a power of two (default: 16)")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="prompt and output together (default: what the model was made for, or what fits in "
+        "the pool)",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="requests computed at the same time (default: 16 on a CPU, else 256)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of one prefill step (default: 512 on a CPU, else 4096)",
+    )
+    add(
+        "--max-documents",
+        type=int,
+        metavar="N",
+        default=defaults.max_documents,
+        help="documents of one request (default: %(default)s)",
+    )
+    add(
+        "--document-context",
+        choices=("prefix", "none"),
+        default=defaults.document_context,
+        help="encode documents after the request's leading text, or alone, as block-fine-tuned "
+        "models want it (default: %(default)s)",
+    )
+    add(
+        "--document-gap",
+        type=int,
+        metavar="POSITIONS",
+        default=defaults.document_gap,
+        help="positions left out between that text and a document (default: %(default)s)",
+    )
+    add(
+        "--attention",
+        choices=get_args(Implementation),
+        default=defaults.attention,
+        help="implementation of the attention (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default=defaults.dtype,
+        help="of weights, activations and KV; auto is float32 on a CPU, else bfloat16 "
+        "(default: %(default)s)",
+    )
+    add(
+        "--check-invariants",
+        action="store_true",
+        help="check all pages and pins after every step; slow (default: off)",
+    )
+
+
+class Server(uvicorn.Server):
+    """A server that loads the engine while it listens already."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, name: str, url: str) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._name = name
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen, and to load."""
+        await super().startup(sockets)
+        self._watch = asyncio.create_task(self._watch_loading())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets running requests finish for a while, then ends them with an error."""
+        self._watch.cancel()
+        asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._engine.request_stop)
+        await super().shutdown(sockets)
+
+    async def _watch_loading(self) -> None:
+        await self._engine.loaded()
+        if self._engine.engine is None:
+            self.should_exit = True
+        else:
+            Console().print(_summary(self._engine.engine, self._name, self._url))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is told to stop; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    _set_up_logging(args.log_level)
+    _set_up_compilation_cache(args.compilation_cache)
+    # Before and after uvicorn handles signals itself, which it passes on in the end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+    given = {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name in args}
+    try:
+        config = EngineConfig(**given)
+        listener = _listen(args.host, args.port)
+    except ValueError as error:
+        return _fail(error)
+    engine = AsyncEngine(lambda: _load(args.model, config))
+    name = args.served_model_name or args.model
+    app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes))
+    server = Server(_uvicorn_config(app), engine, name, _url(listener))
+    with contextlib.suppress(SystemExit):  # from the signal that uvicorn passes on
+        server.run(sockets=[listener])
+    if engine.load_error is not None:
+        return _fail(engine.load_error)
+    if engine.running:
+        # Loading cannot be interrupted, and an interpreter that ends under it may crash.
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+def _load(model: str, config: EngineConfig) -> Engine:
+    with Console().status(f"Loading {model}"):
+        loaded = load_model(model, dtype=config.resolve_dtype())
+    return start_engine(loaded, config)
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS + 2,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket.
+
+    Raises:
+      ValueError: the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
+        ) from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _summary(engine: Engine, name: str, url: str) -> Table:
+    """What has been started, as a table."""
+    limits, config = engine.limits, engine.config
+    leaves = jax.tree.leaves(nnx.state(engine.loaded.model))
+    device = jax.devices()[0]
+    rows = {
+        "model": name,
+        "parameters": f"{_count(sum(leaf.size for leaf in leaves))}, {leaves[0].dtype}, "
+        f"{_bytes(sum(leaf.nbytes for leaf in leaves))}",
+        "device": f"{device.device_kind} ({device.platform})",
+        "KV pool": f"{_bytes(limits.num_pages * engine.page_bytes)}, {limits.num_pages} pages of "
+        f"{limits.page_size}, {limits.num_pages * limits.page_size} tokens",
+        "max_model_len": str(limits.max_model_len),
+        "prefill": f"{', '.join(map(str, limits.prefill_buckets))} tokens a step",
+        "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
+        "attention": config.attention,
+        "documents": f"encoded after the leading text, gap {config.document_gap}"
+        if config.document_context == "prefix"
+        else "encoded alone",
+        "listening on": f"[bold]{url}/v1[/bold]",
+    }
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        size = _UNITS[unit[:2].lower()]
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def _set_up_logging(level: str) -> None:
+    # Not the root logger: libraries that are imported here have set that up in their own ways.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    # Of the library only what went wrong, unless everything is asked for.
+    levels = {"lazyattn_jax": level, "uvicorn": "debug" if level == "debug" else "warning"}
+    for name, wanted in levels.items():
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(wanted.upper())
+
+
+def _set_up_compilation_cache(folder: str | None) -> None:
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _exit(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _fail(error: Exception) -> int:
+    """Says on one line why there is no server."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    print(f"error: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

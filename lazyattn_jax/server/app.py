@@ -1,0 +1,253 @@
+"""The HTTP endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.engine.request import Prompt, RequestError
+from lazyattn_jax.models.tokenizer import Tokenizer
+from lazyattn_jax.prompt import chat_prompt, parse_documents, text_prompt
+from lazyattn_jax.server.async_engine import AsyncEngine, Submission
+from lazyattn_jax.server.errors import ApiError
+from lazyattn_jax.server.http import EventStream, RequestIds, read_body, while_connected
+from lazyattn_jax.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    ModelCard,
+    parse_request,
+    unknown_fields,
+)
+from lazyattn_jax.server.replies import Replies
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+_STOP_SECONDS = 5.0
+_MAX_UNKNOWN = 1000  # names of unknown fields to remember
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the server.
+
+    Attributes:
+      model_name: what requests call the model.
+      root: where the model came from.
+      max_body_bytes: size of a request body.
+    """
+
+    model_name: str
+    root: str
+    max_body_bytes: int = 32 * MIB
+
+
+def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
+    """The application; it starts the engine when it starts and stops it when it stops."""
+    api = Api(engine, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop(_STOP_SECONDS)
+
+    app = Starlette(
+        routes=[
+            Route("/health", api.health),
+            Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+        ],
+        middleware=[Middleware(RequestIds)],
+        lifespan=lifespan,
+        exception_handlers={
+            ApiError: _api_error,
+            ClientDisconnect: _client_gone,
+            HTTPException: _http_error,
+        },
+    )
+    app.router.redirect_slashes = False  # a POST that is sent elsewhere helps nobody
+    return app
+
+
+class Api:
+    """The endpoints' methods."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._created = int(time.time())
+        self._unknown: set[str] = set()
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: whether requests can be taken."""
+        reason = self._engine.unavailable
+        if reason is None:
+            return JSONResponse({"status": "ok"})
+        body = {"status": reason.code}
+        if reason.code == "failed":
+            body["reason"] = str(reason)
+        return JSONResponse(body, 503)
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models: the one model."""
+        return JSONResponse({"object": "list", "data": [self._card().to_dict()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME: the model, if that is its name."""
+        card = self._card()
+        self._check_model(request.path_params["name"])
+        return JSONResponse(card.to_dict())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(ChatRequest, request)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(CompletionRequest, request)
+
+    async def _generate(
+        self, kind: type[ChatRequest | CompletionRequest], request: Request
+    ) -> Response:
+        started = time.monotonic()
+        tokenizer = self._ready().loaded.tokenizer
+        body = await read_body(request, self._config.max_body_bytes)
+        parsed: ChatRequest | CompletionRequest | None = None
+        try:
+            # Long prompts take long to read and tokenise; other requests must not wait for that.
+            parsed = await asyncio.to_thread(parse_request, kind, body)
+            self._check_model(parsed.model)
+            self._log_unknown(unknown_fields(parsed))
+            submissions = await asyncio.to_thread(_submissions, parsed, tokenizer)
+            chat = isinstance(parsed, ChatRequest)
+            replies = Replies(chat=chat, model=self._config.model_name, n=parsed.choices)
+            job = await self._engine.submit(replies.id, submissions)
+        except RequestError as error:
+            raise _bad_request(error, kind, parsed) from None
+
+        def finished() -> None:
+            _log_finished(request.state.request_id, replies, time.monotonic() - started)
+
+        if parsed.stream:
+            return EventStream(replies.stream(job, parsed.include_usage), job, finished)
+        with job:
+            answer = await while_connected(request.receive, replies.whole(job))
+        finished()
+        return Response(answer, media_type="application/json")
+
+    def _ready(self) -> Engine:
+        if reason := self._engine.unavailable:
+            raise reason
+        assert self._engine.engine is not None
+        return self._engine.engine
+
+    def _card(self) -> ModelCard:
+        return ModelCard(
+            id=self._config.model_name,
+            created=self._created,
+            root=self._config.root,
+            max_model_len=self._ready().limits.max_model_len,
+        )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._config.model_name:
+            raise ApiError(
+                404,
+                f"model {name!r} does not exist; this server has {self._config.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _log_unknown(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self._unknown and len(self._unknown) < _MAX_UNKNOWN:
+                self._unknown.add(name)
+                log.info("unknown field %.60r is ignored (said once)", name)
+
+
+def _submissions(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer
+) -> list[Submission]:
+    """All that a request asks for: every choice of the first prompt, then of the next.
+
+    Raises:
+      RequestError: it cannot be served.
+    """
+    params = [request.sampling(i) for i in range(request.choices)]
+    documents = parse_documents(request.documents)
+    prompts: list[Prompt]
+    if isinstance(request, ChatRequest):
+        prompts = [chat_prompt(tokenizer, request.messages, documents)]
+    else:
+        prompts = [text_prompt(tokenizer, prompt, documents) for prompt in request.prompt]
+    salt, shorten = request.cache_salt or "", request.asked_limit is None
+    return [Submission(prompt, p, salt, shorten) for prompt in prompts for p in params]
+
+
+def _bad_request(
+    error: RequestError, kind: type[GenerateRequest], request: GenerateRequest | None
+) -> ApiError:
+    """The error with the field to blame under the name that the client has for it."""
+    param, message = error.param, str(error)
+    if param == "prompt" and kind is ChatRequest:
+        param = "messages"
+    if param == "max_tokens" and request is not None and request.max_completion_tokens is not None:
+        param, message = "max_completion_tokens", message.replace(param, "max_completion_tokens")
+    return ApiError(400, message, param=param or None)
+
+
+def _log_finished(request_id: str, replies: Replies, seconds: float) -> None:
+    usage = replies.usage
+    if usage is not None:
+        log.info(
+            "%s 200 %d prompt tokens (%d cached), %d new, %.2f s",
+            request_id,
+            usage.prompt_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            usage.completion_tokens,
+            seconds,
+        )
+
+
+# What endpoints raise -----------------------------------------------------------------------------
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    log.info("%s %d %s", request.state.request_id, error.status, error)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    what = f"{request.method} {request.url.path!r}"
+    message = f"{what}: {error.detail}"
+    if error.status_code == 404:
+        message = f"{what}: there is no such path"
+    elif error.status_code == 405:
+        message = f"{what}: the method must be {headers.get('Allow', 'another one')}"
+    answer = ApiError(error.status_code, message, headers=headers)
+    return await _api_error(request, answer)
+
+
+async def _client_gone(request: Request, _: Exception) -> Response:
+    log.info("%s the client has gone", request.state.request_id)
+    return Response(status_code=499)  # nobody gets it

@@ -1,0 +1,321 @@
+"""An engine in a thread of its own, used from asyncio.
+
+The thread takes commands from a queue, runs ``Engine.step`` while there is work, and sleeps on the
+queue when there is none. Everything that touches the engine runs there, between two steps. News
+goes the other way through ``loop.call_soon_threadsafe``, all of one step in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lazyattn_jax.engine.engine import Engine, Output
+from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.llm import Usage
+from lazyattn_jax.server.errors import EngineFault, EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One request for the engine.
+
+    With ``shorten`` a ``max_tokens`` that does not fit is cut down to what does: the client did not
+    ask for that many, it is a default.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    cache_salt: str = ""
+    shorten: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """More text of one request of a job; the last one has a finish reason and the token counts."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+class Job:
+    """Requests that were submitted together, as asyncio sees them.
+
+    Leaving the ``with`` block ends those that still run.
+    """
+
+    def __init__(self, name: str, size: int, abort: Callable[[Job], None]) -> None:
+        self.ids = tuple(f"{name}-{i}" for i in range(size))
+        self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._unfinished = size
+        self._abort = abort
+
+    def put(self, news: Event | Exception) -> None:
+        """Hands over an event, or the error that ends the job. For the event loop's thread."""
+        self._queue.put_nowait(news)
+
+    def __aiter__(self) -> Job:
+        """The events of all requests as they come, until all are finished."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event.
+
+        Raises:
+          EngineFault: the engine failed.
+          EngineUnavailable: the server shuts down.
+        """
+        if not self._unfinished:
+            raise StopAsyncIteration
+        news = await self._queue.get()
+        if isinstance(news, Exception):
+            self._unfinished = 0
+            raise news
+        self._unfinished -= news.finish_reason is not None
+        return news
+
+    def close(self) -> None:
+        """Ends the requests that still run; harmless at any time."""
+        if self._unfinished:
+            self._unfinished = 0
+            self._abort(self)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Command = Callable[[Engine | EngineUnavailable], None]
+"""What the queue holds; called in the engine's thread with the engine, or why there is none."""
+
+
+class AsyncEngine:
+    """Loads an engine in a background thread and drives it there.
+
+    ``start`` must be called on the event loop that all other methods are used from.
+
+    Args:
+      load: builds the engine; called in the thread. What it raises ends up in ``load_error``.
+    """
+
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._jobs: dict[str, tuple[Job, int]] = {}  # of the thread, by request id
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loaded = asyncio.Event()
+        self._stopping = False  # set on the loop
+        self._stopped = False  # set in the thread
+        self._fault: str | None = None
+        self.engine: Engine | None = None
+        self.load_error: Exception | None = None
+
+    # On the event loop ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts to load."""
+        self.loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def loaded(self) -> None:
+        """Waits until loading has ended, well or badly."""
+        await self._loaded.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def unavailable(self) -> EngineUnavailable | None:
+        """Why requests cannot be taken at present, or none if they can."""
+        if self._stopping:
+            return EngineUnavailable("the server is shutting down", code="shutting_down")
+        if self._fault is not None:
+            return EngineUnavailable(f"the engine has failed: {self._fault}", code="failed")
+        if self.engine is None:
+            return EngineUnavailable("the model is still being loaded", code="loading")
+        return None
+
+    async def call[T](self, work: Callable[[Engine], T]) -> T:
+        """Runs ``work`` in the engine's thread between two steps, and returns what it returns.
+
+        Raises:
+          EngineUnavailable: there is no engine.
+          Exception: what ``work`` raises.
+        """
+        if reason := self.unavailable:
+            raise reason
+        answer: asyncio.Future[T] = self.loop.create_future()
+
+        def command(engine: Engine | EngineUnavailable) -> None:
+            try:
+                if isinstance(engine, EngineUnavailable):
+                    raise engine
+                result = work(engine)
+            except Exception as error:
+                self._post(_settle, answer, answer.set_exception, error)
+            else:
+                self._post(_settle, answer, answer.set_result, result)
+
+        self._commands.put(command)
+        return await answer
+
+    async def submit(self, name: str, submissions: Sequence[Submission]) -> Job:
+        """Puts requests in line: all of them, or none if one cannot be served.
+
+        Args:
+          name: a name that no other job has.
+          submissions: the requests.
+
+        Raises:
+          RequestError: a request can never be served.
+          EngineUnavailable: there is no engine.
+        """
+        job = Job(name, len(submissions), self._abort)
+        try:
+            await self.call(lambda engine: self._add(engine, job, submissions))
+        except asyncio.CancelledError:
+            job.close()
+            raise
+        return job
+
+    def request_stop(self) -> None:
+        """Tells the thread to end; jobs that still run get ``EngineUnavailable``."""
+
+        def stop(_: Engine | EngineUnavailable) -> None:
+            self._stopped = True
+
+        if not self._stopping:
+            self._stopping = True
+            self._commands.put(stop)
+
+    async def stop(self, timeout: float) -> None:
+        """Ends the thread, waiting at most ``timeout`` seconds for the step under way.
+
+        A thread that is still loading cannot be interrupted, and is not waited for.
+        """
+        self.request_stop()
+        if self._loaded.is_set():
+            await asyncio.to_thread(self._thread.join, timeout)
+
+    def _abort(self, job: Job) -> None:
+        def command(engine: Engine | EngineUnavailable) -> None:
+            for name in job.ids:
+                self._jobs.pop(name, None)
+                if isinstance(engine, Engine):
+                    engine.abort(name)
+
+        self._commands.put(command)
+
+    # In the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+        except Exception as error:
+            log.debug("loading failed", exc_info=True)
+            self.load_error = error
+            self._fault = f"{type(error).__name__}: {error}"
+        else:
+            self.engine = engine
+            self._post(self._loaded.set)
+            try:
+                self._drive(engine)
+            except Exception as error:
+                # The pool's arrays may be gone with the step, so there is no going on.
+                log.exception("the engine failed")
+                self._fault = f"{type(error).__name__}: {error}"
+        self._post(self._loaded.set)
+        self._end_jobs()
+        self._refuse()
+
+    def _drive(self, engine: Engine) -> None:
+        while not self._stopped:
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(block=not engine.has_work)(engine)
+                while not self._stopped:
+                    self._commands.get_nowait()(engine)
+            if engine.has_work and not self._stopped:
+                self._dispatch(engine.step())
+
+    def _add(self, engine: Engine, job: Job, submissions: Sequence[Submission]) -> None:
+        try:
+            for i, (name, submission) in enumerate(zip(job.ids, submissions, strict=True)):
+                _add_one(engine, name, submission)
+                self._jobs[name] = (job, i)
+        except Exception:
+            for name in job.ids:
+                self._jobs.pop(name, None)
+                engine.abort(name)
+            raise
+
+    def _dispatch(self, outputs: Sequence[Output]) -> None:
+        news: list[tuple[Job, Event | Exception]] = []
+        for output in outputs:
+            name, reason = output.request.id, output.finish_reason
+            if name in self._jobs and (output.text or reason):
+                job, index = self._jobs[name]
+                usage = Usage.of(output.request) if reason else None
+                news.append((job, Event(index, output.text, reason, usage)))
+                if reason:
+                    del self._jobs[name]
+        if news:
+            self._post(_deliver, news)
+
+    def _end_jobs(self) -> None:
+        jobs = {job for job, _ in self._jobs.values()}
+        self._jobs.clear()
+        fault = self._fault
+        self._post(
+            _deliver,
+            [(job, self._shutting_down() if fault is None else EngineFault(fault)) for job in jobs],
+        )
+
+    def _refuse(self) -> None:
+        """Answers what is still in the queue, and after a fault also what comes until the stop."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get(block=not self._stopped)
+                command(self.unavailable or self._shutting_down())
+
+    def _shutting_down(self) -> EngineUnavailable:
+        return EngineUnavailable("the server is shutting down", code="shutting_down")
+
+    def _post(self, function: Callable[..., object], *args: Any) -> None:
+        # When the loop is closed nobody is left who could listen.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+
+def _add_one(engine: Engine, name: str, submission: Submission) -> None:
+    prompt, params, salt = submission.prompt, submission.params, submission.cache_salt
+    try:
+        engine.add(prompt, params, request_id=name, cache_salt=salt)
+    except RequestError as error:
+        if error.param != "max_tokens" or not submission.shorten:
+            raise
+        open_ended = replace(params, max_tokens=None)
+        engine.add(prompt, open_ended, request_id=name, cache_salt=salt)
+
+
+def _deliver(news: Sequence[tuple[Job, Event | Exception]]) -> None:
+    for job, item in news:
+        job.put(item)
+
+
+def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
+    if not answer.done():  # its caller may have been cancelled
+        settle(value)
