@@ -11,6 +11,7 @@ from engine_helpers import GREEDY, assert_matches_oracle, document, oracle_logit
 
 from lazyattn_jax.engine.request import DocumentPiece, RequestError, SamplingParams
 from lazyattn_jax.engine.runs import State
+from lazyattn_jax.engine.sampler import SamplingRows, sample
 
 SYSTEM, QUESTION, OTHER = text(1, 13), text(2, 9), text(3, 21)
 A, B, C = document(10, 17), document(11, 30), document(12, 8)
@@ -286,6 +287,18 @@ def test_a_hit_takes_no_page_for_documents_and_moves_no_kv(make_engine):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_step_writes_the_slots_of_its_tokens_and_no_other(make_engine):
+    """Padding rows are stored nowhere, wherever in the pool the free pages are."""
+    engine = make_engine()
+    pool = engine._runner._pool
+    engine._runner._pool = jax.tree.map(lambda x: x + 7, pool)
+    before = engine.pages_of(range(engine.limits.num_pages))
+    (request,) = engine.run([SYSTEM, A, QUESTION])
+    computed = request.prompt_tokens + request.num_generated - 1  # the last token has no KV
+    for old, new in zip(before, engine.pages_of(range(engine.limits.num_pages)), strict=True):
+        assert (old != new).any(axis=(1, 3)).sum() == computed
+
+
 def test_a_published_page_cannot_be_written(make_engine):
     engine = make_engine()
     request = engine.add(PROMPT, GREEDY)
@@ -338,6 +351,22 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(make_engine):
     assert all(r.num_generated for r in company)
     other = SamplingParams(temperature=1.0, seed=8, max_tokens=12, ignore_eos=True)
     assert engine.ask(PROMPT, params=other) != alone
+
+
+def test_every_token_has_random_numbers_of_its_own(make_engine):
+    """Tokens are those that the sampler draws from the logits with the request's seed and step."""
+    engine = make_engine()
+    params = SamplingParams(temperature=1.5, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True)
+    (request,) = engine.run(PROMPT, params=params)
+    for step, (token, logits) in enumerate(
+        zip(request.generated, engine.logits[request.id], strict=True)
+    ):
+        rows = SamplingRows(
+            *(np.array([x], t) for x, t in ((1.5, "f4"), (0, "i4"), (0.9, "f4"))),
+            np.array([[0, 7]], np.uint32),
+            np.array([step], np.int32),
+        )
+        assert int(sample(logits[None], rows)[0]) == token
 
 
 def test_an_end_token_ends_the_output(make_engine, loaded):

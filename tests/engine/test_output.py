@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lazyattn_jax.engine.output import TextStream
@@ -47,6 +47,7 @@ def whole(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+@settings(deadline=None)
 @given(CHUNKS, STOPS)
 # The longer one ends later, though it begins first; cut otherwise, both would be there at once.
 @example(["abab"], ["abab", "ba"])
@@ -61,6 +62,7 @@ def test_text_ends_before_the_first_stop_string(chunks, stops):
     assert stream.flush() == ""
 
 
+@settings(deadline=None)
 @given(CHUNKS, STOPS)
 def test_only_what_may_begin_a_stop_string_is_held(chunks, stops):
     shown, stopped, stream = run(chunks, stops)
@@ -73,6 +75,7 @@ def test_only_what_may_begin_a_stop_string_is_held(chunks, stops):
     assert stopped or "".join(shown) + stream.flush() == seen
 
 
+@settings(deadline=None)
 @given(st.data(), CHUNKS, STOPS)
 def test_cut_into_tokens_in_another_way(data, chunks, stops):
     text = "".join(chunks)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,6 +196,20 @@ def test_bfloat16_of_a_folder(folder):
     got = logits_of(low.model, low.config, tokens)
     assert got.dtype == np.float32
     assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_everything_between_layers_has_the_models_dtype(dtype):
+    model, seen = load_model("dummy:tiny", dtype=dtype).model, []
+
+    def attend(cache: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+        seen.extend(x.dtype for x in (q, k, v))
+        return q, cache
+
+    angles = jnp.ones((3, 8))
+    hidden, _ = model(jnp.arange(3), angles, angles, [None, None], attend)
+    assert {*seen, hidden.dtype} == {jnp.dtype(dtype)}
+    assert model.logits(hidden).dtype == jnp.float32
 
 
 # Names.

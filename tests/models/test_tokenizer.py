@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import edit_json, small_tokenizer
 from tokenizers import pre_tokenizers, processors
@@ -37,6 +37,7 @@ def render(source: str, content: object = "Hi", **variables: object) -> str:
 # Ids and text.
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_byte_level_round_trip(text):
     ids = DUMMY.encode(text, literal=True)
@@ -67,6 +68,7 @@ def test_literal_makes_control_tokens_ordinary(name):
 # Streams.
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_stream_gives_whole_characters(text):
     """A byte a token: every character beyond ASCII is split."""
@@ -88,6 +90,7 @@ def test_stream_holds_the_bytes_of_an_unfinished_character(text):
         assert step == (finished[-1] if seen == finished.encode() else "")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=30))
 def test_stream_of_any_tokens(ids):
     """Random weights give bytes that are no text: the stream still is the decoded text."""
