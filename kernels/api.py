@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Literal
 
+import jax
 from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels import reference, xla
@@ -17,8 +18,15 @@ from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
 
 Implementation = Literal["auto", "xla", "reference"]
 
+# Under jit an implementation is traced once for all the layers that call it.
 _IMPLEMENTATIONS = MappingProxyType(
-    {"xla": xla.lazy_attention, "reference": reference.lazy_attention}
+    {
+        name: jax.jit(attention, static_argnames=("block_rows", "scale"))
+        for name, attention in (
+            ("xla", xla.lazy_attention),
+            ("reference", reference.lazy_attention),
+        )
+    }
 )
 _AUTO_ORDER = ("xla",)
 
