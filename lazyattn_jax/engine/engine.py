@@ -67,7 +67,8 @@ class Engine:
         self._runner = Runner(loaded, self.limits, config.attention)
         self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
-        self._end_tokens = frozenset(loaded.config.eos_token_ids)
+        ends = loaded.config.eos_token_ids or (loaded.tokenizer.eos_token_id,)
+        self._end_tokens = frozenset(end for end in ends if end is not None)
         self._ids = itertools.count()
         self._runner.compile(progress)
 

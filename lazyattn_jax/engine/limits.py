@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 BLOCK_ROWS = 64
 """Query rows of one prefill work item."""
 
@@ -78,11 +76,6 @@ class Limits:
     def decode_items(self, bucket: int) -> int:
         """Work items that a decode step holds, of each width."""
         return self.max_items * min(bucket, 4) + 16 * bucket
-
-
-def bucket_of(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket that holds ``size``."""
-    return buckets[int(np.searchsorted(buckets, size))]
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

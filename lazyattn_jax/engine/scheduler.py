@@ -197,12 +197,10 @@ class Scheduler:
 
     def _publish(
         self, run: TokenRun, key: bytes, pages: Sequence[int], tokens: int, *, is_document: bool
-    ) -> bool:
+    ) -> None:
         """Moves private pages of a run into the index, unless they are there already."""
-        if self.index.publish(key, pages, tokens, is_document=is_document) is None:
-            return False
-        run.private.difference_update(pages)
-        return True
+        if self.index.publish(key, pages, tokens, is_document=is_document) is not None:
+            run.private.difference_update(pages)
 
     def _drop(self, job: EncodeJob) -> None:
         del self.jobs[job.key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from engine_helpers import GREEDY, assert_matches_oracle, document, oracle_logits, text
 
+from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import DocumentPiece, RequestError, SamplingParams
 from lazyattn_jax.engine.runs import State
 from lazyattn_jax.engine.sampler import SamplingRows, sample
@@ -380,6 +383,14 @@ def test_an_end_token_ends_the_output(make_engine, loaded):
         engine._end_tokens = frozenset(loaded.config.eos_token_ids)
     assert request.generated == tokens[: tokens.index(tokens[4]) + 1]
     assert ignoring.generated == tokens
+
+
+@pytest.mark.parametrize(("listed", "expected"), [((7, 9), {7, 9}), ((), {0})])
+def test_end_tokens_are_the_models_or_else_the_tokenizers(loaded, listed, expected):
+    config = dataclasses.replace(loaded.config, eos_token_ids=listed)
+    options = EngineConfig(kv_pool_bytes=1 << 16, max_num_seqs=1, max_num_batched_tokens=64)
+    engine = Engine(dataclasses.replace(loaded, config=config), options)
+    assert engine._end_tokens == expected
 
 
 def test_max_tokens_defaults_to_what_fits(make_engine):
