@@ -22,10 +22,10 @@ Implementation = Literal["auto", "xla", "reference"]
 _IMPLEMENTATIONS = MappingProxyType(
     {
         name: jax.jit(attention, static_argnames=("block_rows", "scale"))
-        for name, attention in (
-            ("xla", xla.lazy_attention),
-            ("reference", reference.lazy_attention),
-        )
+        for name, attention in {
+            "xla": xla.lazy_attention,
+            "reference": reference.lazy_attention,
+        }.items()
     }
 )
 _AUTO_ORDER = ("xla",)

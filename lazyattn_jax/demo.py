@@ -7,14 +7,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.request import SamplingParams
-from lazyattn_jax.llm import LLM, Usage
+from lazyattn_jax.llm import LLM, Usage, keep_compiled
 from lazyattn_jax.prompt import Document
 
 SYSTEM = "You answer questions using the documents. Answer with a short phrase."
@@ -107,8 +106,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print("[bold]lazyattn_jax[/bold]  SmolLM2-135M-Instruct over one shared KV pool\n")
     if CACHE.parent.is_dir():  # makes the second demo start in seconds
-        jax.config.update("jax_compilation_cache_dir", str(CACHE))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        keep_compiled(str(CACHE))
     llm = LLM(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=4096)
     answers = [_ask(console, llm, q, order) for q, order in zip(QUESTIONS, _orders(), strict=True)]
     console.print(_table(answers))

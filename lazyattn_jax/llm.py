@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lazyattn_jax.engine.config import EngineConfig
@@ -226,6 +227,13 @@ def start_engine(loaded: Any, config: EngineConfig, *, progress: bool = True) ->
             bar.update(task, completed=done, total=total)
 
         return Engine(loaded, config, progress=show)
+
+
+def keep_compiled(folder: str) -> None:
+    """Makes jax keep every compiled program in a folder, so that later starts are quicker."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 __all__ = ["LLM", "Completion", "Document", "DocumentUsage", "Usage"]

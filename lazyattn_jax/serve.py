@@ -24,7 +24,7 @@ from rich.table import Table
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.kernels.api import Implementation
-from lazyattn_jax.llm import start_engine
+from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
 from lazyattn_jax.server.async_engine import AsyncEngine
@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until it is told to stop; returns the exit status."""
     args = make_parser().parse_args(argv)
     _set_up_logging(args.log_level)
-    _set_up_compilation_cache(args.compilation_cache)
+    if args.compilation_cache is not None:
+        keep_compiled(args.compilation_cache)
     # Before and after uvicorn handles signals itself, which it passes on in the end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
@@ -314,13 +315,6 @@ def _set_up_logging(level: str) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(wanted.upper())
-
-
-def _set_up_compilation_cache(folder: str | None) -> None:
-    if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _exit(*_: object) -> NoReturn:
