@@ -1,17 +1,70 @@
-"""The work lists that attention over the pool is driven by.
+"""What a step attends to, and the work lists that attention over the pool is driven by.
 
-A work item is some query rows times a run of pages of one segment. The lists are made on the host
-once a step (``engine/plan.py``), are the same for every layer, and have fixed capacities so that
-shapes do not change; ``num_items`` says how many items are real. Host and device use the same
-types, so this module does not import jax.
+``References`` to ``Runs`` say what a step attends to, whatever computes it. An implementation has
+work lists of its own, which ``WorkLists`` makes of them on the host once a step; they are the same
+for every layer and have fixed capacities so that shapes do not change. Those of ``dense.py``,
+``PrefillWork`` and ``DecodeWork``, are lists of work items: some query rows times a few pages of
+one run; ``num_items`` says how many items are real. Host and device use the same types, so this
+module does not import jax.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import Array, Float, Int
+
+type Works = tuple[Any, ...]
+"""Work lists of one step: named tuples of arrays that one implementation understands."""
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive slots in pages of the pool, on the host.
+
+    Run ``s`` is ``pages[start[s] : start[s] + ceil(length[s] / page_size)]``, of which the first
+    ``length[s]`` slots count. ``pages`` may hold more than the runs use.
+    """
+
+    pages: Int[np.ndarray, "n"]
+    start: Int[np.ndarray, "S"]
+    length: Int[np.ndarray, "S"]
+
+
+class References(NamedTuple):
+    """Which query rows of a step attend to which run, on the host.
+
+    Rows ``row[i] .. row[i] + num_rows[i] - 1``, consecutive tokens of one request, attend to run
+    ``run[i]``, turned by entry ``turn[i]`` of the step's ``Turns``. Row ``row[i] + r`` sees slots
+    ``0 .. min(length, causal[i] + r + 1) - 1`` of it: all, where ``causal[i]`` is at least the
+    run's length. In a decode step every ``num_rows`` is 1 and every ``causal`` the run's length.
+    """
+
+    row: Int[np.ndarray, "n"]
+    num_rows: Int[np.ndarray, "n"]
+    run: Int[np.ndarray, "n"]
+    turn: Int[np.ndarray, "n"]
+    causal: Int[np.ndarray, "n"]
+
+
+class WorkLists(Protocol):
+    """Makes the work lists of one implementation of the attention.
+
+    A bucket is a batch shape: the padded number of query rows of a prefill or of a decode step.
+    """
+
+    def prefill(self, references: References, runs: Runs, bucket: int) -> Works | None:
+        """Lists of a prefill step; none if they do not fit the batch shape."""
+
+    def decode(self, references: References, runs: Runs, bucket: int) -> Works | None:
+        """Lists of a decode step; none if they do not fit the batch shape."""
+
+    def empty(self, prefill: bool, bucket: int) -> Works:
+        """Lists of the shapes of that batch shape, with nothing to do."""
+
+    def num_turns(self, prefill: bool, bucket: int) -> int:
+        """Entries of ``Turns`` that a step of that batch shape has, the identity included."""
 
 
 class Turns(NamedTuple):

@@ -137,7 +137,7 @@ class Llama(nnx.Module):
 
         Args:
           tokens: token ids.
-          cos: cosines of each token's RoPE angles (``rope.rotation_rows``), float32.
+          cos: cosines of each token's RoPE angles (``rope.Rotations``), float32.
           sin: sines of the same.
           caches: one per layer, handed to ``attend`` untouched.
           attend: attention of one layer; see the module's docstring.

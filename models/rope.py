@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Complex128, Float, Float64, Int
 
 _SCALINGS = ("default", "linear", "llama3", "yarn", "divisors")
 
@@ -139,20 +139,46 @@ class RopeConfig:
         return base
 
 
-def rotation_rows(
-    inverse_frequencies: Float64[np.ndarray, "H//2"],
-    positions: Int[np.ndarray, "T"],
-    factor: float = 1.0,
-) -> tuple[Float[np.ndarray, "T H//2"], Float[np.ndarray, "T H//2"]]:
-    """Cosines and sines (float32) of the angles at some positions, times ``factor``.
+class Rotations:
+    """Cosines and sines of the angles at any position, made in float64 on the host.
 
-    The angles are made in float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
+    An angle is the sum of that of a multiple of 256 and that of the rest, both from tables, and
+    ``exp(i (a + b)) = exp(i a) exp(i b)``: several times faster than cosines, and as exact once
+    rounded to float32. The tables grow with the farthest position asked for.
     """
-    angles = positions.astype(np.float64)[:, None] * inverse_frequencies
-    return (
-        (np.cos(angles) * factor).astype(np.float32),
-        (np.sin(angles) * factor).astype(np.float32),
-    )
+
+    _NEAR = 256
+    _AT_ONCE = 256  # rows of a batch that stay in the processor's cache
+
+    def __init__(self, inverse_frequencies: Float64[np.ndarray, "H//2"]) -> None:
+        self._frequencies = inverse_frequencies
+        self._near = self._table(np.arange(self._NEAR))
+        self._far = self._table(np.zeros(1, int))
+
+    def rows(
+        self, positions: Int[np.ndarray, "T"], factor: float = 1.0
+    ) -> tuple[Float[np.ndarray, "T H//2"], Float[np.ndarray, "T H//2"]]:
+        """Cosines and sines (float32) of the angles at some positions, times ``factor``.
+
+        Angles are good to float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
+        """
+        distance = np.abs(positions)
+        far, near = distance // self._NEAR, distance % self._NEAR
+        needed = int(far.max(initial=0)) + 1
+        if needed > len(self._far):
+            self._far = self._table(np.arange(max(needed, 2 * len(self._far))) * self._NEAR)
+        sign = np.where(positions < 0, -factor, factor)[:, None]
+        cos, sin = np.empty((2, len(positions), len(self._frequencies)), np.float32)
+        for at in range(0, len(positions), self._AT_ONCE):
+            some = slice(at, at + self._AT_ONCE)
+            z = self._near[near[some]]
+            z *= self._far[far[some]]
+            np.multiply(z.real, factor, out=cos[some], casting="same_kind")
+            np.multiply(z.imag, sign[some], out=sin[some], casting="same_kind")
+        return cos, sin
+
+    def _table(self, positions: Int[np.ndarray, "n"]) -> Complex128[np.ndarray, "n H//2"]:
+        return np.exp(1j * positions[:, None] * self._frequencies)
 
 
 def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:

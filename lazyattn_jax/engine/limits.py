@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK_ROWS = 64
-"""Query rows of one prefill work item."""
-
-RUN_PAGES_TOKENS = 128
-"""Slots of one work item: long enough to keep the loop short, short enough not to waste."""
-
-DECODE_WIDTHS = (1, 8)
-"""Rows of one decode work item: alone, and shared between requests."""
+from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
 
 
 @dataclass(frozen=True)
 class Limits:
     """How much fits: in a request, in a step, in the pool. Tokens and pages are counts.
 
-    ``run_pages`` is the number of pages of one work item. Buckets are the batch shapes that are
-    compiled at start-up.
+    A work item is up to ``BLOCK_ROWS`` rows of one request times up to ``item_pages`` pages of one
+    run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
+    at start-up.
     """
 
     page_size: int
@@ -36,18 +30,13 @@ class Limits:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}, must be a power of two")
 
-    @property
-    def run_pages(self) -> int:
-        """Pages of one work item."""
-        return max(1, RUN_PAGES_TOKENS // self.page_size)
-
     def pages_for(self, tokens: int) -> int:
         """Pages that a run of tokens takes."""
         return -(-tokens // self.page_size)
 
     def items_for(self, pages: int) -> int:
         """Work items that one row block takes over a run of pages."""
-        return -(-pages // self.run_pages)
+        return -(-pages // item_pages(self.page_size))
 
     @property
     def max_items(self) -> int:
@@ -76,6 +65,15 @@ class Limits:
     def decode_items(self, bucket: int) -> int:
         """Work items that a decode step holds, of each width."""
         return self.max_items * min(bucket, 4) + 16 * bucket
+
+
+def dense_lists(limits: Limits) -> DenseLists:
+    """Makes work lists with the capacities of every batch shape."""
+    return DenseLists(
+        limits.page_size,
+        {bucket: limits.prefill_items(bucket) for bucket in limits.prefill_buckets},
+        {bucket: limits.decode_items(bucket) for bucket in limits.decode_buckets},
+    )
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

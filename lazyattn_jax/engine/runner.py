@@ -14,12 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lazyattn_jax.cache.pool import LayerKV, Slots, make_pool, write
-from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
+from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
 from lazyattn_jax.engine.sampler import SamplingRows, sample
 from lazyattn_jax.kernels.api import lazy_decode, lazy_prefill
-from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
+from lazyattn_jax.kernels.dense import BLOCK_ROWS
+from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns, Works
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
@@ -31,7 +32,7 @@ class StepInputs(NamedTuple):
     sin: Float[Array, "T H//2"]
     slots: Slots
     turns: Turns
-    works: tuple[PrefillWork | DecodeWork, ...]
+    works: Works
     sampled: Int[Array, "B"]  # rows of T that a token is sampled after
     sampling: SamplingRows
 
@@ -59,9 +60,9 @@ class Runner:
         graph, self._weights = nnx.split(loaded.model)
         self._dtype = loaded.model.embed.embedding.dtype
         rope = loaded.config.rope
-        self._planner = Planner(
-            limits, rope.inverse_frequencies(loaded.config.head_dim), rope.attention_factor
-        )
+        self._lists = dense_lists(limits)
+        frequencies = rope.inverse_frequencies(loaded.config.head_dim)
+        self._planner = Planner(limits, self._lists, frequencies, rope.attention_factor)
         self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(
@@ -136,8 +137,7 @@ class Runner:
     def _empty_inputs(self, prefill: bool, bucket: int) -> StepInputs:
         """Inputs of a batch shape with nothing to do in them."""
         limits, half = self._limits, self._config.head_dim // 2
-        capacity = limits.prefill_items(bucket) if prefill else limits.decode_items(bucket)
-        works = self._planner.empty_works(prefill, bucket)
+        num_turns = self._lists.num_turns(prefill, bucket)
         plan = StepPlan(
             bucket,
             np.zeros(bucket, np.int32),
@@ -145,8 +145,8 @@ class Runner:
             np.zeros((bucket, half), np.float32),
             np.full(bucket, limits.num_pages, np.int32),
             np.zeros(bucket, np.int32),
-            Turns(*(np.zeros((capacity, half), np.float32) for _ in range(2))),
-            works,
+            Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
+            self._lists.empty(prefill, bucket),
         )
         return _inputs(plan, *self._sampling(prefill, bucket, (), ()))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from lazyattn_jax.cache.segments import Segment
 from lazyattn_jax.engine.request import Layout, SamplingParams
@@ -15,7 +17,8 @@ from lazyattn_jax.engine.request import Layout, SamplingParams
 class Placement:
     """A finished segment (or leading text) as one run sees it.
 
-    Its tokens are seen, from ``delta`` back, by every token of the run from ``insert_at`` on.
+    Its tokens are seen, from ``delta`` back, by every token of the run from ``insert_at`` on. Its
+    last page says which tokens these are: no other document or leading text ends with that page.
     """
 
     pages: tuple[int, ...]
@@ -28,13 +31,14 @@ class TokenRun:
     """Tokens whose KV goes to consecutive slots of ``pages``, each seeing those before it.
 
     Only pages in ``private`` are ever written; the others were found in the index or have been
-    published. ``computed`` counts the tokens whose KV is in the pool.
+    published. ``computed`` counts the tokens whose KV is in the pool. ``pages`` holds C integers,
+    so that a plan can take those of a whole batch at once.
     """
 
     def __init__(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self.positions = list(positions)
-        self.pages: list[int] = []
+        self.pages = array("i")
         self.private: set[int] = set()
         self.computed = 0
         self.context: tuple[Placement, ...] = ()
@@ -51,7 +55,7 @@ class TokenRun:
 
     def start_with(self, shared: Sequence[Segment], new_pages: Sequence[int]) -> None:
         """Places the run on found pages, which count as computed, and on new private ones."""
-        self.pages = [page for segment in shared for page in segment.pages] + list(new_pages)
+        self.pages = array("i", chain(*(segment.pages for segment in shared), new_pages))
         self.private = set(new_pages)
         self.computed = sum(segment.num_tokens for segment in shared)
 

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
-from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
+from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.request import PlacedDocument
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, Request, State, TokenRun
+from lazyattn_jax.kernels.dense import BLOCK_ROWS
 
 
 class Scheduler:
@@ -313,7 +314,7 @@ class Scheduler:
         while len(run.pages) * self.limits.page_size < len(run.tokens):
             page = self.index.allocate(1)
             if page is not None:
-                run.pages += page
+                run.pages.extend(page)
                 run.private.update(page)
             elif self.active[-1] is request:
                 return False

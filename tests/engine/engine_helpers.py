@@ -10,7 +10,7 @@ from lazyattn_jax.engine.request import DocumentPiece, SamplingParams
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.checkpoint import LoadedModel
-from lazyattn_jax.models.rope import rotation_rows
+from lazyattn_jax.models.rope import Rotations
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -101,8 +101,8 @@ def oracle_logits(loaded: LoadedModel, prompt, generated=(), *, prefix=True, gap
             sees[row] &= (owner == owner[row]) | leading
     config = loaded.config
     frequencies = config.rope.inverse_frequencies(config.head_dim)
-    cos, sin = rotation_rows(frequencies, np.array(positions))
-    turn_cos, turn_sin = rotation_rows(frequencies, shift)
+    cos, sin = Rotations(frequencies).rows(np.array(positions))
+    turn_cos, turn_sin = Rotations(frequencies).rows(shift)
     in_document = (owner[:, None] >= 0) & (owner[:, None] == owner[None, :])
 
     def attend(cache, q, k, v):

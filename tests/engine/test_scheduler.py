@@ -11,11 +11,12 @@ import random
 import numpy as np
 import pytest
 
-from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
+from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, SamplingParams, lay_out
 from lazyattn_jax.engine.runs import EncodeJob, Request, State
 from lazyattn_jax.engine.scheduler import Scheduler
+from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.models.rope import RopeConfig
 
 PARAMS = SamplingParams(temperature=0)
@@ -26,7 +27,9 @@ class FakeDevice:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.planner = Planner(limits, RopeConfig(theta=1e4).inverse_frequencies(16))
+        self.planner = Planner(
+            limits, dense_lists(limits), RopeConfig(theta=1e4).inverse_frequencies(16)
+        )
         self.slots: dict[tuple[int, int], tuple] = {}
 
     def write(self, plan, count: int, values: list[tuple]) -> None:
@@ -271,7 +274,7 @@ def test_decode_shares_a_document_between_requests():
     batch = scheduler.schedule_decode()
     for request in batch:
         request.run.append(0)
-    planner = Planner(LIMITS, np.ones(8))
+    planner = Planner(LIMITS, dense_lists(LIMITS), np.ones(8))
     plan = planner.decode([r.run for r in batch])
     narrow, wide = plan.works
     assert int(wide.num_items) == 2  # 150 tokens in items of 128
@@ -295,7 +298,7 @@ def test_turns_are_exact_at_a_million_positions():
     run.append(0)
     run.append(0)
     frequency = 0.7071
-    plan = Planner(LIMITS, np.full(8, frequency)).decode([run])
+    plan = Planner(LIMITS, dense_lists(LIMITS), np.full(8, frequency)).decode([run])
     assert plan_chunks
     turn = plan.works[0].turns[1, 0]
     exact = np.cos(np.longdouble(frequency) * 1_000_003)

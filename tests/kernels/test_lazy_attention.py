@@ -7,6 +7,7 @@ multiplication of complex numbers, and a block mask. Pool slots that no query ma
 from __future__ import annotations
 
 import functools
+from array import array
 from dataclasses import dataclass
 
 import jax
@@ -15,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattn_jax.engine.limits import BLOCK_ROWS, Limits
+from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, TokenRun
 from lazyattn_jax.kernels.api import lazy_decode, lazy_prefill
+from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.models.rope import RopeConfig
 
 NUM_PAGES = 160
@@ -164,7 +166,7 @@ def test_prefill(head_dim, page_size, seed, group, leading, documents, stream, d
         Placement(tuple(s.pages), len(s.k), delta, insert_at) for s, delta, insert_at in others
     )
     chunk = Chunk(run, start, stream - start, EncodeJob(b"", run))
-    plan = Planner(world.limits, world.frequencies).prefill([chunk])
+    plan = planner(world).prefill([chunk])
 
     rows = np.arange(start, stream)
     q, q_rotated = world.queries(own.positions[rows])
@@ -218,7 +220,7 @@ def test_decode(head_dim, page_size, seed, group, documents, streams, data):
         seen.append(
             [(own, 0, length)] + [(stored[i], delta, len(stored[i].k)) for i, delta in held]
         )
-    plan = Planner(world.limits, world.frequencies).decode(runs)
+    plan = planner(world).decode(runs)
     q, q_rotated = world.queries(np.array(positions))
     padded = np.zeros((plan.bucket, *q.shape[1:]), np.float32)
     padded[: len(runs)] = q_rotated
@@ -232,9 +234,13 @@ def test_decode(head_dim, page_size, seed, group, documents, streams, data):
         assert not out[len(runs) :].any(), "padding rows must come out as zeros"
 
 
+def planner(world: World) -> Planner:
+    return Planner(world.limits, dense_lists(world.limits), world.frequencies)
+
+
 def run_of(segment: Segment) -> TokenRun:
     run = TokenRun([0] * len(segment.k), segment.positions.tolist())
-    run.pages = segment.pages
+    run.pages = array("i", segment.pages)
     run.private = set(segment.pages)
     return run
 
@@ -246,7 +252,7 @@ def test_half_precision(dtype):
     own, document = world.store(40, 5000), world.store(37, 0)
     run = run_of(own)
     run.context = (Placement(tuple(document.pages), 37, 4900),)
-    plan = Planner(world.limits, world.frequencies).decode([run])
+    plan = planner(world).decode([run])
     q, q_rotated = world.queries(own.positions[-1:])
     seen = [(own, 0, 40), (document, 4900, 37)]
     expected = plain_attention(world, q[0], own.positions[-1], seen)[None]
@@ -261,7 +267,7 @@ def test_half_precision(dtype):
 def inputs(**changes):
     shapes = {"q": (1, 4, 16), "k": (8, 2, 16, 16), "v": (8, 2, 16, 16)} | changes
     world = World(0, 16, 2, 16)
-    plan = Planner(world.limits, ROPE.inverse_frequencies(16)).decode([run_of(world.store(3, 0))])
+    plan = planner(world).decode([run_of(world.store(3, 0))])
     arrays = [np.zeros(shapes[name], np.float32) for name in ("q", "k", "v")]
     return [*arrays, plan.turns, plan.works]
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from lazyattn_jax.models.config import LlamaConfig
 from lazyattn_jax.models.llama import Llama
-from lazyattn_jax.models.rope import rotation_rows
+from lazyattn_jax.models.rope import Rotations
 from lazyattn_jax.models.tokenizer import Tokenizer, byte_level_bpe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,8 +41,7 @@ def causal_attention(cache: None, q: jax.Array, k: jax.Array, v: jax.Array) -> t
 
 def logits_of(model: Llama, config: LlamaConfig, tokens: list[int]) -> np.ndarray:
     """Logits [T V] of a sequence that starts at position 0."""
-    cos, sin = rotation_rows(
-        config.rope.inverse_frequencies(config.head_dim),
+    cos, sin = Rotations(config.rope.inverse_frequencies(config.head_dim)).rows(
         np.arange(len(tokens)),
         factor=config.rope.attention_factor,
     )

@@ -11,7 +11,7 @@ from model_helpers import llama3_divisors
 
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.config import NAMED_SHAPES
-from lazyattn_jax.models.rope import RopeConfig, rotation_rows
+from lazyattn_jax.models.rope import RopeConfig, Rotations
 
 LLAMA31 = {
     "rope_theta": 500_000.0,
@@ -123,17 +123,22 @@ def test_config_round_trip(rope):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_rotation_rows_far_out(factor):
+def test_rotations_near_far_and_backwards(factor):
+    """In batches longer and shorter than what is worked on at once, with tables that grow."""
     frequencies = NAMED_SHAPES["llama3-8b"].rope.inverse_frequencies(128)
-    cos, sin = rotation_rows(frequencies, np.array([3, 1_000_000], np.int32), factor=factor)
-    assert cos.dtype == sin.dtype == np.float32
-    for row, position in enumerate((3, 1_000_000)):
-        angles = [position * float(f) for f in frequencies]
-        want_cos = [factor * math.cos(a) for a in angles]
-        want_sin = [factor * math.sin(a) for a in angles]
-        # Half a unit in float32's last place: angles made in float32 are off by 0.03.
-        np.testing.assert_allclose(cos[row], want_cos, rtol=0, atol=1e-7 * factor)
-        np.testing.assert_allclose(sin[row], want_sin, rtol=0, atol=1e-7 * factor)
+    rotations = Rotations(frequencies)
+    far = np.array([3, -3, 0, 255, 256, -257, 1_000_000, -1_000_000], np.int32)
+    for positions in (far[:3], np.arange(-300, 300), far, far[:0]):
+        cos, sin = rotations.rows(positions, factor=factor)
+        assert cos.dtype == sin.dtype == np.float32
+        assert cos.shape == sin.shape == (len(positions), 64)
+        for row, position in enumerate(positions.tolist()):
+            angles = [position * float(f) for f in frequencies]
+            want_cos = [factor * math.cos(a) for a in angles]
+            want_sin = [factor * math.sin(a) for a in angles]
+            # Half a unit in float32's last place: angles made in float32 are off by 0.03.
+            np.testing.assert_allclose(cos[row], want_cos, rtol=0, atol=1e-7 * factor)
+            np.testing.assert_allclose(sin[row], want_sin, rtol=0, atol=1e-7 * factor)
 
 
 def turned(x: np.ndarray, *positions: int) -> np.ndarray:
@@ -141,7 +146,7 @@ def turned(x: np.ndarray, *positions: int) -> np.ndarray:
     frequencies = plain(10_000.0, x.shape[-1])
     out = jnp.asarray(x)
     for position in positions:
-        cos, sin = rotation_rows(frequencies, np.full(len(x), position))
+        cos, sin = Rotations(frequencies).rows(np.full(len(x), position))
         out = rotate(out, jnp.asarray(cos), jnp.asarray(sin))
     return np.asarray(out)
 
@@ -174,7 +179,7 @@ def test_scores_depend_on_the_difference_of_positions(heads):
 
 
 def test_rotate_keeps_bfloat16_but_works_in_float32(heads):
-    cos, sin = rotation_rows(plain(10_000.0, 16), np.array([7, 8]))
+    cos, sin = Rotations(plain(10_000.0, 16)).rows(np.array([7, 8]))
     low = jnp.asarray(heads, jnp.bfloat16)
     got = rotate(low, jnp.asarray(cos), jnp.asarray(sin))
     want = rotate(low.astype(jnp.float32), jnp.asarray(cos), jnp.asarray(sin))
