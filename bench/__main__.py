@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import reuse
+from lazyattn_jax.bench import kernels, reuse
 
 
 def main() -> int:
@@ -13,6 +13,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lazyattn_jax.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     reuse.add_command(commands)
+    kernels.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

@@ -1,0 +1,1 @@
+"""Attention over the pool for NVIDIA Hopper, in Pallas Mosaic GPU."""

@@ -1,0 +1,227 @@
+"""The work list of the Hopper decode kernel. Pure host code (numpy).
+
+All pages that a step reads are laid out as one line of tiles of ``TILE`` slots. The line is cut
+into equal pieces, one a worker, so that one long request fills the chip as well as many short ones
+and no worker waits for another. What a worker does to one run of pages is an *entry*; consecutive
+entries of the same query row go on in the same softmax and are written out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lazyattn_jax.kernels.work import References, Runs
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+TILE = 64
+"""Slots that the kernel attends to at once."""
+
+ROWS = 16
+"""The most query rows of an entry."""
+
+MOST_SHARED = 16
+"""The most shared runs of a query row, each of which makes a partial result of its own."""
+
+COLUMNS = 7
+"""Columns of ``HopperDecodeWork.entries``."""
+
+
+class HopperDecodeWork(NamedTuple):
+    """Entries of some query rows times consecutive tiles of one run, in worker order.
+
+    Worker ``w`` takes the entries from ``workers[w, 0]`` to before ``workers[w + 1, 0]``, whose
+    tiles are ``workers[w, 1]`` to before ``workers[w + 1, 1]``. Columns of ``entries``: first tile,
+    number of tiles, valid slots of the last tile, first of the ``references``, number of query
+    rows, whether the softmax is written out after it, and whether it starts anew before it.
+    ``references`` are query row, turn, and the number of the partial result that is written.
+    ``tiles`` holds the page of each part of a tile: ``page * parts + part`` for pages longer than a
+    tile.
+
+    Query row ``b`` has the partial results ``first_part[b]`` to before ``first_part[b + 1]``;
+    ``lse_at`` says where each was made: ``entry * ROWS + row of the entry``.
+    """
+
+    workers: Int[Array, "W+1 2"]
+    entries: Int[Array, "E 7"]
+    references: Int[Array, "R 3"]
+    tiles: Int[Array, "tiles boxes"]
+    first_part: Int[Array, "B+1"]
+    lse_at: Int[Array, "F"]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Fixed sizes of a work list, so that shapes do not change from step to step."""
+
+    entries: int
+    references: int
+    tiles: int
+    parts: int
+
+    @classmethod
+    def of(cls, rows: int, references: int, tiles: int, workers: int) -> Capacity:
+        """What suffices for a step of so many rows, references and tiles (unshared).
+
+        A worker's borders cut an entry, of at most ``ROWS`` references, in two.
+        """
+        parts = min(references, MOST_SHARED * rows) + rows + ROWS * workers
+        return cls(references + workers, references + ROWS * workers, tiles, parts)
+
+
+def rows_per_entry(group: int) -> int:
+    """The most rows of an entry: their heads fill the 64 rows of a tensor core tile."""
+    return min(ROWS, 64 // group)
+
+
+def num_workers(kv_heads: int, num_cores: int = 132) -> int:
+    """Workers a KV head, so that two blocks run on every core."""
+    return max(1, 2 * num_cores // kv_heads)
+
+
+def plan_decode(
+    references: References,
+    runs: Runs,
+    *,
+    num_rows: int,
+    page_size: int,
+    group: int,
+    workers: int,
+    share: bool = True,
+    capacity: Capacity | None = None,
+) -> HopperDecodeWork:
+    """Work list of one decode step.
+
+    Args:
+      references: what rows attend to, in any order.
+      runs: the runs of pages.
+      num_rows: query rows of the step, padding included.
+      page_size: slots of a page: 16, 32, 64 or 128.
+      group: query heads a KV head.
+      workers: see ``num_workers``.
+      share: read a run once for all its rows where that is worth it; otherwise once for each.
+      capacity: fixed sizes; what is needed, if not given.
+
+    Raises:
+      ValueError: the step does not fit into the capacity.
+    """
+    used = runs.length[references.run] > 0
+    row, run, turn = (x[used] for x in (references.row, references.run, references.turn))
+    run_tiles = -(-runs.length // TILE)
+    shared = _worth_sharing(row, run, run_tiles) if share else np.zeros(len(row), bool)
+    # Runs read for one row come first, by row, so that a row's runs follow one another.
+    order = np.argsort(np.where(shared, num_rows + run, row), kind="stable")
+    row, run, turn, shared = row[order], run[order], turn[order], shared[order]
+    first = _first_of_items(run, shared, rows_per_entry(group))
+    size = np.diff(first, append=len(row))
+    item_run, item_row = run[first], np.where(shared[first], -1, row[first])
+    tiles = run_tiles[item_run]
+    begin = np.cumsum(tiles) - tiles
+    total = int(tiles.sum())
+
+    # Entries: the line of tiles cut where items start and where workers start.
+    worker_begin = (np.arange(workers + 1) * total) // workers
+    cuts = np.unique(np.concatenate([begin, worker_begin[:-1]])) if total else begin
+    count = np.diff(cuts, append=total)
+    item = np.searchsorted(begin, cuts, side="right") - 1
+    worker = np.searchsorted(worker_begin, cuts, side="right")
+    last = cuts + count == begin[item] + tiles[item]
+    valid = np.where(last, runs.length[item_run[item]] - (tiles[item] - 1) * TILE, TILE)
+    line = np.where(item_row[item] < 0, -1 - item, item_row[item])  # one softmax in a worker
+    goes_on = (line[1:] == line[:-1]) & (worker[1:] == worker[:-1])
+    flush, fresh = np.append(~goes_on, True)[: len(cuts)], np.append(True, ~goes_on)[: len(cuts)]
+
+    rows_of = size[item]
+    first_reference = np.cumsum(rows_of) - rows_of
+    entry = np.repeat(np.arange(len(cuts)), rows_of)
+    place = np.arange(len(entry)) - first_reference[entry]
+    source = first[item[entry]] + place
+    table = np.stack([row[source], turn[source], np.zeros_like(source)], 1)
+    written = np.flatnonzero(flush[entry])
+    written = written[np.argsort(table[written, 0], kind="stable")]
+    table[written, 2] = np.arange(len(written))
+    parts = np.bincount(table[written, 0], minlength=num_rows)
+
+    work = HopperDecodeWork(
+        np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1).astype(np.int32),
+        np.stack([cuts, count, valid, first_reference, rows_of, flush, fresh], 1),
+        table,
+        _tile_pages(runs, item_run, tiles, begin, total, page_size),
+        np.append(0, np.cumsum(parts)).astype(np.int32),
+        entry[written] * ROWS + place[written],
+    )
+    return _padded(work, capacity)
+
+
+def _worth_sharing(
+    row: Int[np.ndarray, "n"], run: Int[np.ndarray, "n"], run_tiles: Int[np.ndarray, "S"]
+) -> Bool[np.ndarray, "n"]:
+    """Whether each reference is served from a run that is read once for several rows.
+
+    Each further row saves the run's tiles, but every row of the run then has one more partial
+    result to write and to merge, which takes as long as a fraction of a tile.
+    """
+    holders = np.bincount(run, minlength=len(run_tiles))
+    worth = (holders - 1) * run_tiles >= 2 + holders // 4
+    shared = worth[run] & (holders[run] > 1)
+    if np.bincount(row[shared], minlength=1).max() > MOST_SHARED:
+        order = np.lexsort((-(holders[run] - 1) * run_tiles[run], row, ~shared))
+        by_row = row[order]
+        new = np.append(True, (by_row[1:] != by_row[:-1]) | (shared[order][1:] != shared[order][:-1]))
+        start = np.maximum.accumulate(np.where(new, np.arange(len(row)), 0))
+        shared[order[np.arange(len(row)) - start >= MOST_SHARED]] = False
+    return shared
+
+
+def _first_of_items(
+    run: Int[np.ndarray, "n"], shared: Bool[np.ndarray, "n"], width: int
+) -> Int[np.ndarray, "I"]:
+    """The first reference of each item: one a reference, or some rows that share a run."""
+    if not len(run):
+        return np.zeros(0, int)
+    new = np.append(True, (run[1:] != run[:-1]) | ~shared[1:])
+    start = np.flatnonzero(new)
+    held = np.diff(start, append=len(run))
+    # Equal items rather than full ones and a small rest.
+    each = -(-held // -(-held // width))
+    within = np.arange(len(run)) - np.repeat(start, held)
+    return np.flatnonzero(within % np.repeat(each, held) == 0)
+
+
+def _tile_pages(
+    runs: Runs,
+    item_run: Int[np.ndarray, "I"],
+    tiles: Int[np.ndarray, "I"],
+    begin: Int[np.ndarray, "I"],
+    total: int,
+    page_size: int,
+) -> Int[np.ndarray, "tiles boxes"]:
+    boxes, parts = max(1, TILE // page_size), max(1, page_size // TILE)
+    # Boxes past the run read its last page again; their slots are masked.
+    last = -(-runs.length[item_run] // page_size) - 1
+    box = (np.arange(total) - np.repeat(begin, tiles))[:, None] * boxes + np.arange(boxes)
+    page = np.minimum(box // parts, np.repeat(last, tiles)[:, None])
+    return runs.pages[np.repeat(runs.start[item_run], tiles)[:, None] + page] * parts + box % parts
+
+
+def _padded(work: HopperDecodeWork, capacity: Capacity | None) -> HopperDecodeWork:
+    padded = {}
+    for field, name in {
+        "entries": "entries",
+        "references": "references",
+        "tiles": "tiles",
+        "lse_at": "parts",
+    }.items():
+        table = getattr(work, field)
+        limit = max(1, len(table)) if capacity is None else getattr(capacity, name)
+        if len(table) > limit:
+            raise ValueError(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
+        # A worker reads the references of a whole entry, whatever its number of rows.
+        limit += ROWS if field == "references" else 0
+        padded[field] = np.zeros((limit, *table.shape[1:]), np.int32)
+        padded[field][: len(table)] = table
+    return work._replace(**padded)

@@ -1,0 +1,19 @@
+"""What the Hopper kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def check_supported(dtype: Any, head_dim: int, page_size: int, group: int) -> None:
+    """Raises ``NotImplementedError`` with the reason for what the kernel does not take."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"dtype {jnp.dtype(dtype).name}; takes bfloat16 and float16")
+    if head_dim not in (64, 128):
+        raise NotImplementedError(f"head_dim {head_dim}; takes 64 and 128")
+    if page_size not in (16, 32, 64, 128):
+        raise NotImplementedError(f"page size {page_size}; takes 16, 32, 64 and 128")
+    if group > 16:
+        raise NotImplementedError(f"{group} query heads a KV head; takes up to 16")

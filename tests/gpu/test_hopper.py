@@ -1,0 +1,120 @@
+"""The Hopper kernels on a GPU, against a float64 oracle."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lazyattn_jax.kernels.mosaic_gpu import decode, prefill
+from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from hopper_cases import error, random_decode, random_prefill
+
+
+def has_hopper() -> bool:
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return False
+    return getattr(device, "compute_capability", "") == "9.0"
+
+
+pytestmark = pytest.mark.skipif(not has_hopper(), reason="needs an NVIDIA Hopper GPU")
+
+SHAPES = pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "page_size", "dtype", "bound"),
+    [
+        (8, 4, 128, 64, jnp.bfloat16, 5e-3),
+        (8, 4, 128, 16, jnp.bfloat16, 5e-3),
+        (8, 4, 64, 32, jnp.bfloat16, 5e-3),
+        (3, 3, 64, 64, jnp.bfloat16, 5e-3),
+        (1, 8, 128, 128, jnp.bfloat16, 5e-3),
+        (2, 1, 128, 64, jnp.float16, 1e-3),
+        (2, 16, 64, 128, jnp.float16, 1e-3),
+        (1, 7, 128, 32, jnp.float16, 1e-3),
+    ],
+)
+
+
+def run_decode(case, share=True, repeats=1):
+    work = plan_decode(
+        case.references,
+        case.runs,
+        num_rows=len(case.q),
+        page_size=case.page_size,
+        group=case.group,
+        workers=num_workers(case.kv_heads),
+        share=share,
+    )
+    return _run(decode.lazy_decode, case, work, repeats)
+
+
+def run_prefill(case, most_pieces=1, repeats=1):
+    work = plan_prefill(
+        case.references,
+        case.runs,
+        num_rows=len(case.q),
+        page_size=case.page_size,
+        group=case.group,
+        kv_heads=case.kv_heads,
+        most_pieces=most_pieces,
+    )
+    return _run(prefill.lazy_prefill, case, work, repeats)
+
+
+def _run(kernel, case, work, repeats):
+    f = jax.jit(partial(kernel, scale=case.q.shape[-1] ** -0.5))
+    args = jax.device_put((case.q, case.k_pages, case.v_pages, case.turns, work))
+    return [np.asarray(f(*args), np.float64) for _ in range(repeats)]
+
+
+@SHAPES
+@pytest.mark.parametrize("share", [True, False])
+def test_decode(kv_heads, group, head_dim, page_size, dtype, bound, share):
+    for seed in range(2):
+        case = random_decode(
+            seed,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        (out,) = run_decode(case, share)
+        assert error(out, case.oracle()) < bound
+
+
+@SHAPES
+@pytest.mark.parametrize("most_pieces", [1, 6])
+def test_prefill(kv_heads, group, head_dim, page_size, dtype, bound, most_pieces):
+    for seed in range(2):
+        case = random_prefill(
+            seed,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        (out,) = run_prefill(case, most_pieces)
+        assert error(out, case.oracle()) < bound
+
+
+@pytest.mark.parametrize(
+    "run", [run_decode, run_prefill, partial(run_prefill, most_pieces=6)], ids=["d", "p", "p6"]
+)
+def test_repeats_are_equal(run):
+    """A result that moves is a race: the kernels' order of summation is fixed."""
+    case = (random_decode if run is run_decode else random_prefill)(11, kv_heads=8)
+    first, *others = run(case, repeats=100)
+    assert error(first, case.oracle()) < 5e-3
+    for other in others:
+        np.testing.assert_array_equal(first, other)

@@ -1,0 +1,120 @@
+"""The Hopper kernels compile for an H200 at the shapes of real models, and spill no registers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h200
+from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
+from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
+    LLAMA_3_1_8B,
+    MODEL_SHAPES,
+    decode_arguments,
+    prefill_arguments,
+)
+from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only")
+
+EVERY_SHAPE = [(shape, page_size) for shape in MODEL_SHAPES for page_size in (16, 64)]
+EVERY_PAGE_SIZE = [(LLAMA_3_1_8B, page_size) for page_size in (32, 128)]
+
+
+def named(cases: list) -> list:
+    return [
+        pytest.param(*case, id="-".join(str(getattr(x, "name", x)) for x in case)) for case in cases
+    ]
+
+
+def check(kernel, shape, arguments: tuple, kernels: int) -> None:
+    usages = usage_on_h200(partial(kernel, scale=shape.scale), *arguments)
+    for usage in usages:
+        print(usage)
+    assert len(usages) == kernels
+    for usage in usages:
+        assert usage.registers > 0
+        assert usage[2:] == (0, 0, 0), usage
+
+
+@pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE + EVERY_PAGE_SIZE))
+def test_decode(shape, page_size):
+    check(lazy_decode, shape, decode_arguments(shape, page_size), kernels=2)
+
+
+@pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE))
+def test_prefill(shape, page_size):
+    check(lazy_prefill, shape, prefill_arguments(shape, page_size), kernels=1)
+
+
+@pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE + EVERY_PAGE_SIZE))
+def test_split_prefill(shape, page_size):
+    arguments = prefill_arguments(shape, page_size, most_pieces=6)
+    check(lazy_prefill, shape, arguments, kernels=2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "make", "kernels"),
+    [(lazy_decode, decode_arguments, 2), (lazy_prefill, prefill_arguments, 1)],
+)
+def test_float16(kernel, make, kernels):
+    check(kernel, LLAMA_3_1_8B, make(LLAMA_3_1_8B, 64, dtype=jnp.float16), kernels)
+
+
+def scaled(x: jax.Array, factor: float, kernel_name: str) -> jax.Array:
+    """A kernel that holds all of ``x`` in the registers of one warpgroup."""
+
+    def body(x_ref, out_ref):
+        x = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        out_ref[...] = x * factor + jax.lax.broadcast_in_dim(x.max(axis=1), x.shape, [0])
+
+    return plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), kernel_name=kernel_name
+    )(x)
+
+
+def test_spills_are_seen():
+    few, many = (jax.ShapeDtypeStruct((64, n), jnp.float32) for n in (16, 1024))
+    (usage,) = usage_on_h200(partial(scaled, factor=2.0, kernel_name="few"), few)
+    assert usage.kernel.startswith("few")
+    assert usage.registers < 100
+    assert usage[2:] == (0, 0, 0)
+    (usage,) = usage_on_h200(partial(scaled, factor=2.0, kernel_name="many"), many)
+    assert usage.kernel.startswith("many")
+    assert usage.registers >= 128
+    assert min(usage[2:]) > 0
+
+
+def test_every_kernel_is_reported(capfd):
+    """Also those that were compiled before, and equal ones; nothing of it reaches the output."""
+
+    def program(x):
+        return scaled(scaled(scaled(x, 2.0, "one"), 2.0, "one"), 3.0, "other")
+
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    compile_for_h200(program, x)
+    for _ in range(2):
+        names = [usage.kernel.split("_")[0] for usage in usage_on_h200(program, x)]
+        assert sorted(names) == ["one", "one", "other"]
+    assert usage_on_h200(jnp.sin, x) == []
+    assert capfd.readouterr() == ("", "")
+    assert "MOSAIC_GPU_DUMP_PTXAS" not in os.environ
+
+
+def test_output_is_not_lost_in_an_error(capfd):
+    def broken(x):
+        print("before it breaks")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        usage_on_h200(broken, jax.ShapeDtypeStruct((1,), jnp.float32))
+    print("afterwards")
+    out, err = capfd.readouterr()
+    assert "before it breaks" in out + err
+    assert "afterwards" in out
