@@ -8,27 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels import reference, xla
-from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
+from lazyattn_jax.kernels.mosaic_gpu import attention as mosaic_gpu
+from lazyattn_jax.kernels.mosaic_gpu.support import check_device, check_supported
+from lazyattn_jax.kernels.work import Turns, Works
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
 # Under jit an implementation is traced once for all the layers that call it.
 _IMPLEMENTATIONS = MappingProxyType(
     {
         name: jax.jit(attention, static_argnames=("block_rows", "scale"))
         for name, attention in {
+            "mosaic_gpu": mosaic_gpu.lazy_attention,
             "xla": xla.lazy_attention,
             "reference": reference.lazy_attention,
         }.items()
     }
 )
-_AUTO_ORDER = ("xla",)
+_AUTO_ORDER = ("mosaic_gpu", "xla")
+
+
+def choose(
+    implementation: str,
+    *,
+    dtype: Any,
+    head_dim: int,
+    page_size: int,
+    group: int,
+    device: jax.Device,
+) -> str:
+    """The implementation that will run on a device, so that its work lists can be made.
+
+    Args:
+      implementation: ``"auto"`` or the name of one, which is never replaced by another.
+      dtype: of queries and pages.
+      head_dim: elements of a head.
+      page_size: slots of a page.
+      group: query heads a KV head.
+      device: where the steps run.
+
+    Raises:
+      NotImplementedError: the named implementation cannot run there, with the reason.
+      ValueError: an unknown implementation.
+    """
+    if implementation not in ("auto", *_IMPLEMENTATIONS):
+        raise ValueError(_unknown(implementation))
+    if implementation not in ("auto", "mosaic_gpu"):
+        return implementation
+    try:
+        check_device(device)
+        check_supported(dtype, head_dim, page_size, group)
+    except NotImplementedError as reason:
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError(f"attention mosaic_gpu cannot be used: {reason}") from None
+        return "xla"
+    return "mosaic_gpu"
+
+
+def _unknown(implementation: str) -> str:
+    return (
+        f"unknown attention implementation {implementation!r}; "
+        f"choose auto or one of {', '.join(_IMPLEMENTATIONS)}"
+    )
 
 
 def _run(
@@ -37,10 +84,7 @@ def _run(
 ) -> Float[Array, "T N H"]:
     if implementation != "auto":
         if implementation not in _IMPLEMENTATIONS:
-            raise ValueError(
-                f"unknown attention implementation {implementation!r}; "
-                f"choose auto or one of {', '.join(_IMPLEMENTATIONS)}"
-            )
+            raise ValueError(_unknown(implementation))
         return call(_IMPLEMENTATIONS[implementation])
     reasons = []
     for name in _AUTO_ORDER:
@@ -58,7 +102,7 @@ def lazy_prefill(
     k_pages: Float[Array, "P K S H"],
     v_pages: Float[Array, "P K S H"],
     turns: Turns,
-    work: PrefillWork,
+    work: Any,
     *,
     block_rows: int,
     scale: float,
@@ -70,9 +114,9 @@ def lazy_prefill(
       q: queries, rotated at their positions in the request; float32, bfloat16 or float16.
       k_pages: keys rotated at the positions they were encoded at; same dtype as q.
       v_pages: values.
-      turns: one rotation per distinct delta of the step.
-      work: the work list; within an item rows are consecutive and share one turn.
-      block_rows: the most rows of an item.
+      turns: the rotations of the step.
+      work: the work list: what the implementation's ``WorkLists`` made.
+      block_rows: the most rows of an item of ``PrefillWork``.
       scale: factor on the scores, usually ``head_dim ** -0.5``.
       implementation: ``"auto"`` or the name of one.
 
@@ -96,7 +140,7 @@ def lazy_decode(
     k_pages: Float[Array, "P K S H"],
     v_pages: Float[Array, "P K S H"],
     turns: Turns,
-    works: tuple[DecodeWork, ...],
+    works: Works,
     *,
     scale: float,
     implementation: str = "auto",
@@ -104,9 +148,8 @@ def lazy_decode(
     """Attention of one token per request over the pool.
 
     Rows of different requests that hold the same run of pages may share an item, each with its own
-    turn, so that the run is read once for all of them. ``works`` are lists of different widths
-    (rows an item), so that runs held by one request do not pay for empty rows. For the other
-    arguments, the result and the errors see ``lazy_prefill``.
+    turn, so that the run is read once for all of them. For the arguments, the result and the errors
+    see ``lazy_prefill``.
     """
     return _run(
         implementation,

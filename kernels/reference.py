@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lazyattn_jax.kernels.rotary import rotate
-from lazyattn_jax.kernels.shapes import check_shapes, expand
+from lazyattn_jax.kernels.shapes import check_dense, check_shapes, expand
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
 
 
@@ -27,6 +27,7 @@ def lazy_attention(
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Attention of every query row over all its items. Rows without any item come out as zeros."""
+    check_dense(works)
     group = check_shapes(q, k_pages, v_pages, turns)
     num_rows, num_heads, head_dim = q.shape
     parts = []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
+from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns, Works
 
 
 class ExpandedWork(NamedTuple):
@@ -34,6 +34,15 @@ def expand(work: PrefillWork | DecodeWork, block_rows: int, num_rows: int) -> Ex
         visible = jnp.broadcast_to(work.kv_len[:, None], rows.shape)
     real = jnp.arange(rows.shape[0])[:, None] < work.num_items
     return ExpandedWork(rows, turns, jnp.where(used & real, visible, 0), work.pages)
+
+
+def check_dense(works: Works) -> None:
+    """Raises ``NotImplementedError`` for work lists other than those of ``DenseLists``."""
+    kinds = ", ".join(
+        type(w).__name__ for w in works if not isinstance(w, PrefillWork | DecodeWork)
+    )
+    if kinds:
+        raise NotImplementedError(f"work lists {kinds}; takes those that DenseLists makes")
 
 
 def check_shapes(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, turns: Turns) -> int:

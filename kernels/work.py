@@ -48,6 +48,10 @@ class References(NamedTuple):
     causal: Int[np.ndarray, "n"]
 
 
+class DoesNotFit(ValueError):
+    """A step needs more room in a work list than its batch shape has."""
+
+
 class WorkLists(Protocol):
     """Makes the work lists of one implementation of the attention.
 

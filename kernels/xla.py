@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lazyattn_jax.kernels.rotary import rotate
-from lazyattn_jax.kernels.shapes import check_shapes
+from lazyattn_jax.kernels.shapes import check_dense, check_shapes
 from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns
 
 _LOWEST = -1e30  # finite, so that exp(_LOWEST - _LOWEST) is 1 and not NaN
@@ -40,6 +40,7 @@ def lazy_attention(
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Attention of every query row over all its items; see ``reference.lazy_attention``."""
+    check_dense(works)
     group = check_shapes(q, k_pages, v_pages, turns)
     num_rows, num_heads, head_dim = q.shape
     kv_heads = num_heads // group

@@ -52,6 +52,15 @@ class _Shape:
         return rows_per_entry(self.group)
 
     @property
+    def queries_in_smem(self) -> bool:
+        """Whether rotated queries are kept in shared memory rather than in registers.
+
+        With halves of 32 columns in registers, every tile of an entry but the first came out wrong
+        on an H200 (jax 0.11.2, CUDA 13); in shared memory the same halves are right.
+        """
+        return self.interpret or self.head_dim == 64
+
+    @property
     def boxes(self) -> int:
         """TMA boxes of a tile."""
         return max(1, TILE // self.page_size)
@@ -107,12 +116,10 @@ def lazy_decode(
         )
     if work.tiles.shape[1] != max(1, TILE // page_size):
         raise ValueError(
-            f"the work list has {work.tiles.shape[1]} boxes a tile, pages of {page_size} slots need "
-            f"{max(1, TILE // page_size)}"
+            f"the work list has {work.tiles.shape[1]} boxes a tile, pages of {page_size} slots "
+            f"need {max(1, TILE // page_size)}"
         )
-    shape = _Shape(
-        group, head_dim, page_size, 256 // head_dim, rotate, interpret is not None
-    )
+    shape = _Shape(group, head_dim, page_size, 256 // head_dim, rotate, interpret is not None)
     # One row of angles a query head of the group, so that one copy brings those of a row.
     angles = jnp.concatenate([turns.cos, turns.sin], -1).astype(jnp.float16)
     angles = jnp.broadcast_to(angles[:, None], (angles.shape[0], group, head_dim))
@@ -154,8 +161,9 @@ def _scratch(shape: _Shape, dtype: jnp.dtype) -> dict[str, Any]:
         "v_full": filled,
         "fetched": plgpu.Barrier(num_arrivals=2 if shape.rotate else 1, num_barriers=shape.rows),
     }
-    if shape.interpret:
+    if shape.queries_in_smem:
         scratch["operands"] = plgpu.SMEM((2, M, half), dtype, transforms=halves)
+    if shape.interpret:
         scratch["weights"] = plgpu.SMEM((M, TILE), dtype, transforms=whole)
     return scratch
 
@@ -221,17 +229,9 @@ def _block(
         tile = jnp.minimum(tile, stop - 1)
         return tuple(tiles_ref[tile, b] for b in range(shape.boxes))
 
-    def operand(x, place):
-        """``x`` as the left operand of a matrix product."""
-        if not shape.interpret:
-            return x
-        place[...] = x
-        plgpu.commit_smem()
-        return place
-
     def attend(tile, valid, q_halves, carry):
         """One tile in the softmax of the rows (online softmax, arXiv 1805.02867)."""
-        acc, m, l, stage, *boxes = carry
+        acc, m, total, stage, *boxes = carry
         soon = boxes_of(tile + 1 + shape.stages)
         plgpu.barrier_wait(k_full.at[stage])
 
@@ -253,8 +253,12 @@ def _block(
         top = jnp.maximum(m, s.max(axis=1))
         keep = jnp.exp2(m - top)
         p = jnp.exp2(s - lax.broadcast_in_dim(top, s.shape, [0]))
-        l = l * keep + p.sum(axis=1)
-        p = operand(p.astype(rows.dtype), weights)
+        total = total * keep + p.sum(axis=1)
+        p = p.astype(rows.dtype)
+        if shape.interpret:  # takes a left operand from shared memory only
+            weights[...] = p
+            plgpu.commit_smem()
+            p = weights
         plgpu.barrier_wait(v_full.at[stage])
         v_tile = v_ring.at[stage]
 
@@ -278,10 +282,10 @@ def _block(
             fetch_tile(v_ref, boxes, v_ring, v_full, stage)
 
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + out
-        return acc, top, l, jnp.where(stage == shape.stages - 1, 0, stage + 1), *soon
+        return acc, top, total, jnp.where(stage == shape.stages - 1, 0, stage + 1), *soon
 
     def walk(entry, carry):
-        scalars, place, (acc, m, l) = carry
+        scalars, place, (acc, m, total) = carry
         first_tile, num_tiles, last_valid, first_reference, num_rows, flush, fresh = scalars
         following = scalars_of(jnp.minimum(entry + 1, end - 1))
 
@@ -289,10 +293,11 @@ def _block(
         def _(r):
             plgpu.barrier_wait(fetched.at[r])
 
-        q_halves = tuple(
-            operand(x, None if operands is None else operands.at[i])
-            for i, x in enumerate(_rotated(shape, scale, rows, angles))
-        )
+        q_halves = _rotated(shape, scale, rows, angles)
+        if shape.queries_in_smem:
+            for i, x in enumerate(q_halves):
+                operands[i] = x
+            q_halves = tuple(operands.at[i] for i in range(2))
         plgpu.commit_smem()
 
         @pl.when(entry + 1 < end)
@@ -303,19 +308,19 @@ def _block(
         acc = jnp.where(jnp.full_like(acc, fresh, jnp.int32) == 1, 0.0, acc)
         anew = jnp.full_like(m, fresh, jnp.int32) == 1
         m = jnp.where(anew, -jnp.inf, m)
-        l = jnp.where(anew, 0.0, l)
+        total = jnp.where(anew, 0.0, total)
 
         def body(i, carry):
             valid = jnp.where(i == num_tiles - 1, last_valid, TILE)
             return attend(first_tile + i, valid, q_halves, carry)
 
-        acc, m, l, *place = lax.fori_loop(0, num_tiles, body, (acc, m, l, *place))
+        acc, m, total, *place = lax.fori_loop(0, num_tiles, body, (acc, m, total, *place))
 
         @pl.when(flush == 1)
         def _():
-            lse_ref[entry, head] = m + jnp.log2(l)
+            lse_ref[entry, head] = m + jnp.log2(total)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            results[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(rows.dtype)
+            results[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(rows.dtype)
             plgpu.commit_smem()
             parts = [references_ref[first_reference + r, 2] for r in range(shape.rows)]
             for r, part in enumerate(parts):
@@ -325,7 +330,7 @@ def _block(
                     mine = results.at[pl.ds(r * group, group)]
                     plgpu.copy_smem_to_gmem(mine, out_ref.at[part, heads])
 
-        return following, tuple(place), (acc, m, l)
+        return following, tuple(place), (acc, m, total)
 
     @pl.when(end > begin)
     def _():

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -115,13 +114,16 @@ def _block(heads, group, num_heads, width, chunks, is_placed, *refs):
                 value, lse = read(jnp.minimum(first + j, end - 1), first_chunk + c)
                 values.append(value)
                 lses.append([jnp.where(first + j < end, x, _LOWEST) for x in lse])
-            above = [functools.reduce(jnp.maximum, column) for column in zip(tops, *lses)]
-            keep = [jnp.exp2(t - a) for t, a in zip(tops, above)]
-            weights = [[jnp.exp2(x - a) for x, a in zip(lse, above)] for lse in lses]
+            above = [
+                functools.reduce(jnp.maximum, column) for column in zip(tops, *lses, strict=True)
+            ]
+            keep = [jnp.exp2(t - a) for t, a in zip(tops, above, strict=True)]
+            weights = [[jnp.exp2(x - a) for x, a in zip(lse, above, strict=True)] for lse in lses]
             acc = acc * of_lanes(keep)
-            for weight, value in zip(weights, values):
+            for weight, value in zip(weights, values, strict=True):
                 acc = acc + value * of_lanes(weight)
-            sums = [s * k + sum(column) for s, k, column in zip(sums, keep, zip(*weights))]
+            columns = zip(*weights, strict=True)
+            sums = [s * k + sum(c) for s, k, c in zip(sums, keep, columns, strict=True)]
             new.append((acc, tuple(above), tuple(sums)))
         return tuple(new)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lazyattn_jax.kernels.work import References, Runs
+from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -107,14 +107,14 @@ def plan_decode(
       capacity: fixed sizes; what is needed, if not given.
 
     Raises:
-      ValueError: the step does not fit into the capacity.
+      DoesNotFit: the step does not fit into the capacity.
     """
     used = runs.length[references.run] > 0
     row, run, turn = (x[used] for x in (references.row, references.run, references.turn))
     run_tiles = -(-runs.length // TILE)
     shared = _worth_sharing(row, run, run_tiles) if share else np.zeros(len(row), bool)
     # Runs read for one row come first, by row, so that a row's runs follow one another.
-    order = np.argsort(np.where(shared, num_rows + run, row), kind="stable")
+    order = _stable_order(np.where(shared, num_rows + run, row))
     row, run, turn, shared = row[order], run[order], turn[order], shared[order]
     first = _first_of_items(run, shared, rows_per_entry(group))
     size = np.diff(first, append=len(row))
@@ -142,7 +142,7 @@ def plan_decode(
     source = first[item[entry]] + place
     table = np.stack([row[source], turn[source], np.zeros_like(source)], 1)
     written = np.flatnonzero(flush[entry])
-    written = written[np.argsort(table[written, 0], kind="stable")]
+    written = written[_stable_order(table[written, 0])]
     table[written, 2] = np.arange(len(written))
     parts = np.bincount(table[written, 0], minlength=num_rows)
 
@@ -171,10 +171,19 @@ def _worth_sharing(
     if np.bincount(row[shared], minlength=1).max() > MOST_SHARED:
         order = np.lexsort((-(holders[run] - 1) * run_tiles[run], row, ~shared))
         by_row = row[order]
-        new = np.append(True, (by_row[1:] != by_row[:-1]) | (shared[order][1:] != shared[order][:-1]))
+        new = np.append(
+            True, (by_row[1:] != by_row[:-1]) | (shared[order][1:] != shared[order][:-1])
+        )
         start = np.maximum.accumulate(np.where(new, np.arange(len(row)), 0))
         shared[order[np.arange(len(row)) - start >= MOST_SHARED]] = False
     return shared
+
+
+def _stable_order(keys: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
+    """Stable argsort; numpy sorts 16-bit keys by their digits, several times faster."""
+    if keys.max(initial=0) < 1 << 16:
+        keys = keys.astype(np.uint16)
+    return np.argsort(keys, kind="stable")
 
 
 def _first_of_items(
@@ -219,7 +228,7 @@ def _padded(work: HopperDecodeWork, capacity: Capacity | None) -> HopperDecodeWo
         table = getattr(work, field)
         limit = max(1, len(table)) if capacity is None else getattr(capacity, name)
         if len(table) > limit:
-            raise ValueError(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
+            raise DoesNotFit(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
         # A worker reads the references of a whole entry, whatever its number of rows.
         limit += ROWS if field == "references" else 0
         padded[field] = np.zeros((limit, *table.shape[1:]), np.int32)

@@ -40,6 +40,9 @@ M = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_AT_ONCE = 2
+"""Page ids that the memory warpgroup, which has few registers, reads at once."""
+
 _LOWEST = -1e30
 """Stands for minus infinity where a difference of two is taken."""
 
@@ -108,8 +111,8 @@ def lazy_prefill(
         )
     if work.tiles.shape[1] != TILE // page_size:
         raise ValueError(
-            f"the work list has {work.tiles.shape[1]} pages a tile, pages of {page_size} slots need "
-            f"{TILE // page_size}"
+            f"the work list has {work.tiles.shape[1]} pages a tile, pages of {page_size} slots "
+            f"need {TILE // page_size}"
         )
     padded = padded_group(group)
     if padded != group:
@@ -233,8 +236,8 @@ def _block(
     @pl.when(group < 2)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        total = worker_entries_ref[lax.axis_index("worker")]
-        _compute(shape, scale, group, total, out_ref, lse_ref, **scratch)
+        num_entries = worker_entries_ref[lax.axis_index("worker")]
+        _compute(shape, scale, group, num_entries, out_ref, lse_ref, **scratch)
 
     @pl.when(group == 2)
     def _():
@@ -273,18 +276,31 @@ def _bring(
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     pairs = num_items_ref[0] * shape.kv_heads
     rounds = lax.div(pairs + workers - 1, workers)
-    last_tile = tiles_ref.shape[0] - 1
 
-    def pages_of(tile):
-        return tuple(tiles_ref[jnp.minimum(tile, last_tile), b] for b in range(shape.boxes))
+    some = min(_AT_ONCE, shape.boxes)
 
-    def fetch_tile(pages_ref, head, pages, ring, stage, full):
+    def pages_of(tile, first):
+        """Some page ids of a tile: all would not fit into the registers where pages are small."""
+        return [tiles_ref[tile, first + b] for b in range(some)]
+
+    def fetch_pages(pages_ref, head, pages, ring, stage, full, first=0):
         for b, page in enumerate(pages):
+            at = (first + b) * shape.page_size
+            at = at if isinstance(at, int) else pl.multiple_of(at, shape.page_size)
             plgpu.copy_gmem_to_smem(
                 pages_ref.at[page, head],
-                ring.at[stage, pl.ds(b * shape.page_size, shape.page_size)],
+                ring.at[stage, pl.ds(at, shape.page_size)],
                 full.at[stage],
             )
+
+    def fetch_tile(pages_ref, head, tile, pages, ring, stage, full):
+        fetch_pages(pages_ref, head, pages, ring, stage, full)
+        if shape.boxes > some:
+
+            @pl.loop(1, shape.boxes // some)
+            def _(i):
+                more = pages_of(tile, i * some)
+                fetch_pages(pages_ref, head, more, ring, stage, full, i * some)
 
     def one_item(i, carry):
         # Every other round runs backwards, so that long and short items even out.
@@ -315,7 +331,6 @@ def _bring(
                 first_tile, num_tiles, num_plain, limit, causal, skip, turn = (
                     entries_ref[entry, c] for c in range(7)
                 )
-                pages = pages_of(first_tile)
                 slot = lax.rem(entries_done, 2)
 
                 @pl.when(entries_done >= 2)
@@ -324,31 +339,32 @@ def _bring(
 
                 is_first = (e == 0).astype(jnp.int32)
                 is_last = (e == num_entries - 1).astype(jnp.int32)
-                values = (num_tiles, num_plain, limit, causal, skip, is_first, is_last)
+                values = (num_plain, is_first, is_last, num_tiles, limit, causal, skip)
                 for c, value in enumerate((*values, dest, num_rows, item, head)):
                     scalars[slot, c] = value
                 plgpu.copy_gmem_to_smem(angles_ref.at[turn], angles.at[slot], entry_full.at[slot])
                 plgpu.barrier_arrive(entry_full.at[slot])
 
-                def one_tile(t, carry):
-                    tiles_done, *pages = carry
-                    soon = pages_of(first_tile + t + 1)
+                def one_tile(t, tiles_done):
+                    # Looked up before the wait, which hides the latency.
+                    tile = first_tile + t
+                    pages = pages_of(tile, 0)
                     stage = lax.rem(tiles_done, shape.stages)
 
                     @pl.when(tiles_done >= shape.stages)
                     def _():
                         plgpu.barrier_wait(k_free.at[stage])
 
-                    fetch_tile(k_ref, head, pages, k_ring, stage, k_full)
+                    fetch_tile(k_ref, head, tile, pages, k_ring, stage, k_full)
 
                     @pl.when(tiles_done >= shape.stages)
                     def _():
                         plgpu.barrier_wait(v_free.at[stage])
 
-                    fetch_tile(v_ref, head, pages, v_ring, stage, v_full)
-                    return (tiles_done + 1, *soon)
+                    fetch_tile(v_ref, head, tile, pages, v_ring, stage, v_full)
+                    return tiles_done + 1
 
-                tiles_done, *_rest = lax.fori_loop(0, num_tiles, one_tile, (tiles_done, *pages))
+                tiles_done = lax.fori_loop(0, num_tiles, one_tile, tiles_done)
                 return entries_done + 1, tiles_done
 
             entries_done, tiles_done = lax.fori_loop(
@@ -384,7 +400,7 @@ def _compute(
     shape: _Shape,
     scale: float,
     me,
-    total,
+    num_entries,
     out_ref,
     lse_ref,
     *,
@@ -417,7 +433,7 @@ def _compute(
 
     def attend(visible, end, i, carry):
         """One tile in the softmax of the rows (online softmax, arXiv 1805.02867)."""
-        acc, m, l, tiles_done = carry
+        acc, m, total, tiles_done = carry
         stage = lax.rem(tiles_done, shape.stages)
         plgpu.barrier_wait(k_full.at[stage])
         k_tile, v_tile = k_ring.at[stage], v_ring.at[stage]
@@ -439,9 +455,9 @@ def _compute(
         keep = jnp.exp2(m - top)
         p = jnp.exp2(s - lax.broadcast_in_dim(top, s.shape, [0]))
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
-        l = l * keep + p.sum(axis=1)
+        total = total * keep + p.sum(axis=1)
         p = p.astype(turned.dtype)
-        acc, l, top, p = lax.optimization_barrier((acc, l, top, p))
+        acc, total, top, p = lax.optimization_barrier((acc, total, top, p))
         plgpu.barrier_arrive(schedule)
         plgpu.barrier_wait(v_full.at[stage])
         if end is not None:
@@ -463,15 +479,13 @@ def _compute(
 
             acc = pl.run_state(more)(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(v_free.at[stage])
-        return acc, top, l, tiles_done + 1
+        return acc, top, total, tiles_done + 1
 
     def one_entry(e, carry):
-        acc, m, l, tiles_done = carry
+        acc, m, total, tiles_done = carry
         slot = lax.rem(e, 2)
         plgpu.barrier_wait(entry_full.at[slot])
-        num_tiles, num_plain, limit, causal, skip, is_first, is_last, *place = (
-            scalars[slot, c] for c in range(columns.SCALARS)
-        )
+        num_plain, is_first = (scalars[slot, c] for c in range(2))
 
         @pl.when(is_first == 1)
         def _():
@@ -479,36 +493,38 @@ def _compute(
 
         _turn(shape, scale, queries.at[me], angles.at[slot], turned)
 
-        @pl.when(is_last == 1)
+        @pl.when(scalars[slot, 2] == 1)
         def _():
             plgpu.barrier_arrive(queries_free)
 
-        plgpu.barrier_arrive(entry_free.at[slot])
         acc = jnp.where(jnp.full_like(acc, is_first, jnp.int32) == 1, 0.0, acc)
         anew = jnp.full_like(m, is_first, jnp.int32) == 1
         m = jnp.where(anew, _LOWEST, m)
-        l = jnp.where(anew, 0.0, l)
+        total = jnp.where(anew, 0.0, total)
+        plain = functools.partial(attend, None, None)
+        carry = lax.fori_loop(0, num_plain, plain, (acc, m, total, tiles_done))
 
+        # Read only now, to keep registers free in the loop above.
+        num_tiles, limit, causal, skip = (scalars[slot, c] for c in range(3, 7))
         row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=_ROW)
         token = lax.shift_right_logical(row, int(math.log2(shape.group))) + me * shape.tokens
         visible = jnp.minimum(limit, causal + token - skip + 1)
         visible = jnp.where(token >= skip, visible, 0)
-
-        plain = functools.partial(attend, None, None)
         masked = functools.partial(attend, visible, limit)
-        carry = lax.fori_loop(0, num_plain, plain, (acc, m, l, tiles_done))
-        acc, m, l, tiles_done = lax.fori_loop(num_plain, num_tiles, masked, carry)
+        acc, m, total, tiles_done = lax.fori_loop(num_plain, num_tiles, masked, carry)
 
-        @pl.when(is_last == 1)
+        @pl.when(scalars[slot, 2] == 1)
         def _():
-            _write(shape, me, acc, m, l, results, out_ref, lse_ref, *place)
+            place = (scalars[slot, c] for c in range(7, columns.SCALARS))
+            _write(shape, me, acc, m, total, results, out_ref, lse_ref, *place)
 
-        return acc, m, l, tiles_done
+        plgpu.barrier_arrive(entry_free.at[slot])
+        return acc, m, total, tiles_done
 
     zeros = plgpu.layout_cast(jnp.zeros((M, head_dim), jnp.float32), _WGMMA)
     row = plgpu.layout_cast(jnp.zeros((M,), jnp.float32), _ROW)
     pl.when(me == 1)(take_turn)
-    lax.fori_loop(0, total, one_entry, (zeros, row, row, jnp.int32(0)))
+    lax.fori_loop(0, num_entries, one_entry, (zeros, row, row, jnp.int32(0)))
     pl.when(me == 0)(take_turn)
     plgpu.wait_smem_to_gmem(0)
 
@@ -537,21 +553,26 @@ def _silence(shape: _Shape, me, v_tile, valid, silenced):
 
     @pl.when(valid < TILE)
     def _():
-        mine = v_tile.at[pl.ds(me * M, M)]
-        v = plgpu.load(mine, layout=_WGMMA)
-        slot = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=_WGMMA) + me * M
-        mine[...] = jnp.where(slot < valid, v, jnp.zeros_like(v))
+        half = shape.head_dim // 2
+
+        @pl.loop(0, 2)  # in halves, to need fewer registers
+        def _(h):
+            mine = v_tile.at[pl.ds(me * M, M), pl.ds(pl.multiple_of(h * half, half), half)]
+            v = plgpu.load(mine, layout=_WGMMA)
+            slot = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=_WGMMA) + me * M
+            mine[...] = jnp.where(slot < valid, v, jnp.zeros_like(v))
+
         plgpu.commit_smem()
         plgpu.barrier_arrive(silenced)
         plgpu.barrier_wait(silenced)
 
 
-def _write(shape: _Shape, me, acc, m, l, results, out_ref, lse_ref, dest, num_rows, item, head):
+def _write(shape: _Shape, me, acc, m, total, results, out_ref, lse_ref, dest, num_rows, item, head):
     """Writes out the rows of a warpgroup."""
     if shape.split:
-        lse_ref[item, head, pl.ds(me * M, M)] = m + jnp.log2(l)
+        lse_ref[item, head, pl.ds(me * M, M)] = m + jnp.log2(total)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    share = 1.0 / jnp.maximum(l, 1e-30)
+    share = 1.0 / jnp.maximum(total, 1e-30)
     out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(results.dtype)
     results[...] = out
     plgpu.commit_smem()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lazyattn_jax.kernels.work import References, Runs
+from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -37,8 +37,8 @@ class HopperPrefillWork(NamedTuple):
 
     Where items are cut into pieces, item ``i`` writes its results from row ``i * rows of a block``
     of a buffer of its own on, and query row ``t`` has the partial results ``part_at[f]`` for ``f``
-    from ``first_part[t]`` to before ``first_part[t + 1]``. Otherwise ``part_at`` is empty and results
-    go to their query rows.
+    from ``first_part[t]`` to before ``first_part[t + 1]``. Otherwise ``part_at`` is empty and
+    results go to their query rows.
     """
 
     num_items: Int[Array, "1"]
@@ -97,7 +97,7 @@ def plan_prefill(
       capacity: fixed sizes; what is needed, if not given.
 
     Raises:
-      ValueError: the step does not fit into the capacity.
+      DoesNotFit: the step does not fit into the capacity.
     """
     size = rows_per_block(group)
     first_row, block_rows = _blocks(references, num_rows, size)
@@ -230,12 +230,12 @@ def _cut(
     )
 
 
-def _tile_pages(
-    runs: Runs, run: np.ndarray, entries: np.ndarray, page_size: int
-) -> np.ndarray:
+def _tile_pages(runs: Runs, run: np.ndarray, entries: np.ndarray, page_size: int) -> np.ndarray:
     boxes = TILE // page_size
     entry = np.repeat(np.arange(len(entries)), entries[:, 1])
-    tile = np.arange(len(entry)) - np.repeat(np.cumsum(entries[:, 1]) - entries[:, 1], entries[:, 1])
+    tile = np.arange(len(entry)) - np.repeat(
+        np.cumsum(entries[:, 1]) - entries[:, 1], entries[:, 1]
+    )
     box = (entries[entry, 0] + tile)[:, None] * boxes + np.arange(boxes)
     # Boxes past the run read its last page again; their slots are masked.
     pages = -(-runs.length[run[entry]] // page_size)
@@ -276,7 +276,7 @@ def _padded(work: HopperPrefillWork, capacity: Capacity | None) -> HopperPrefill
         least = 0 if field == "part_at" else 1
         limit = max(least, len(table)) if capacity is None else getattr(capacity, name)
         if len(table) > limit:
-            raise ValueError(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
+            raise DoesNotFit(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
         padded[field] = np.zeros((limit, *table.shape[1:]), np.int32)
         padded[field][: len(table)] = table
     return work._replace(**padded)

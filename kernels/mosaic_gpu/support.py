@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -17,3 +18,12 @@ def check_supported(dtype: Any, head_dim: int, page_size: int, group: int) -> No
         raise NotImplementedError(f"page size {page_size}; takes 16, 32, 64 and 128")
     if group > 16:
         raise NotImplementedError(f"{group} query heads a KV head; takes up to 16")
+
+
+def check_device(device: jax.Device) -> None:
+    """Raises ``NotImplementedError`` for a device that the kernels do not run on."""
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability != "9.0":
+        kind = device.device_kind
+        version = "" if capability is None else f", compute capability {capability}"
+        raise NotImplementedError(f"device {kind}{version}; runs on NVIDIA Hopper GPUs (9.0)")

@@ -32,7 +32,8 @@ class EngineConfig:
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
         alone.
       document_gap: positions left out between the prefix and a document.
-      attention: implementation of the attention: ``auto``, ``xla`` or ``reference``.
+      attention: implementation of the attention: ``auto``, ``mosaic_gpu``
+        (NVIDIA Hopper), ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
         elsewhere) or ``float16``.
       check_invariants: check after every step that all pages and pins are accounted for.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
+from lazyattn_jax.kernels.mosaic_gpu.lists import HopperLists
+from lazyattn_jax.kernels.work import WorkLists
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,31 @@ class Limits:
 
 
 def dense_lists(limits: Limits) -> DenseLists:
-    """Makes work lists with the capacities of every batch shape."""
+    """Work lists of the XLA path and the reference, with the capacities of every batch shape."""
     return DenseLists(
         limits.page_size,
         {bucket: limits.prefill_items(bucket) for bucket in limits.prefill_buckets},
         {bucket: limits.decode_items(bucket) for bucket in limits.decode_buckets},
     )
+
+
+def work_lists(
+    limits: Limits, implementation: str, *, group: int, kv_heads: int, num_cores: int
+) -> WorkLists:
+    """Makes work lists with the capacities of every batch shape.
+
+    Args:
+      limits: of the engine.
+      implementation: of the attention, as ``kernels.api.choose`` returns it.
+      group: query heads a KV head.
+      kv_heads: KV heads.
+      num_cores: cores of the device, where the implementation asks for them.
+    """
+    dense = dense_lists(limits)
+    if implementation != "mosaic_gpu":
+        return dense
+    sizes = limits.page_size, group, kv_heads, num_cores
+    return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -14,13 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lazyattn_jax.cache.pool import LayerKV, Slots, make_pool, write
-from lazyattn_jax.engine.limits import Limits, dense_lists
+from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
 from lazyattn_jax.engine.sampler import SamplingRows, sample
-from lazyattn_jax.kernels.api import lazy_decode, lazy_prefill
+from lazyattn_jax.kernels.api import choose, lazy_decode, lazy_prefill
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
-from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, Turns, Works
+from lazyattn_jax.kernels.work import Turns, Works
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
@@ -60,13 +60,31 @@ class Runner:
         graph, self._weights = nnx.split(loaded.model)
         self._dtype = loaded.model.embed.embedding.dtype
         rope = loaded.config.rope
-        self._lists = dense_lists(limits)
+        group = loaded.config.num_heads // loaded.config.num_kv_heads
+        device = jax.devices()[0]
+        attention = choose(
+            attention,
+            dtype=self._dtype,
+            head_dim=loaded.config.head_dim,
+            page_size=limits.page_size,
+            group=group,
+            device=device,
+        )
+        self._lists = work_lists(
+            limits,
+            attention,
+            group=group,
+            kv_heads=loaded.config.num_kv_heads,
+            num_cores=getattr(device, "core_count", 0),
+        )
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
         self._planner = Planner(limits, self._lists, frequencies, rope.attention_factor)
         self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(
-            partial(_step, graph, attention=attention, scale=scale), donate_argnums=1
+            partial(_step, graph, attention=attention, scale=scale),
+            donate_argnums=1,
+            static_argnames="prefill",
         )
         self._compiled: dict[tuple[bool, int], Callable[..., Any]] = {}
 
@@ -82,14 +100,15 @@ class Runner:
         progress(0, len(shapes))
         # Tracing is Python and serial; compiling releases the interpreter lock.
         with ThreadPoolExecutor(2) as pool:
-            lowered = (
-                (shape, self._step.lower(self._weights, self._pool, self._empty_inputs(*shape)))
-                for shape in shapes
-            )
+            lowered = ((shape, self._lower(*shape)) for shape in shapes)
             pending = [(shape, pool.submit(low.compile)) for shape, low in lowered]
             for done, (shape, future) in enumerate(pending, 1):
                 self._compiled[shape] = future.result()
                 progress(done, len(shapes))
+
+    def _lower(self, prefill: bool, bucket: int) -> jax.stages.Lowered:
+        inputs = self._empty_inputs(prefill, bucket)
+        return self._step.lower(self._weights, self._pool, inputs, prefill=prefill)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Computes chunks; returns a token for each that ends its prompt, in order."""
@@ -164,6 +183,7 @@ def _step(
     pool: list[LayerKV],
     inputs: StepInputs,
     *,
+    prefill: bool,
     attention: str,
     scale: float,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"], list[LayerKV]]:
@@ -173,13 +193,11 @@ def _step(
     def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
         kv = write(kv, k, v, inputs.slots)
         options: dict[str, Any] = {"scale": scale, "implementation": attention}
-        prefill = [w for w in inputs.works if isinstance(w, PrefillWork)]
-        decode = tuple(w for w in inputs.works if isinstance(w, DecodeWork))
         if prefill:
-            (work,) = prefill
+            (work,) = inputs.works
             out = lazy_prefill(q, kv.k, kv.v, inputs.turns, work, block_rows=BLOCK_ROWS, **options)
         else:
-            out = lazy_decode(q, kv.k, kv.v, inputs.turns, decode, **options)
+            out = lazy_decode(q, kv.k, kv.v, inputs.turns, inputs.works, **options)
         return out, kv
 
     hidden, pool = model(inputs.tokens, inputs.cos, inputs.sin, pool, attend)

@@ -19,8 +19,7 @@ def memory(loaded, num_pages: int, prefill: bool):
         max_documents=8,
     )
     runner = Runner(loaded, limits)
-    inputs = runner._empty_inputs(prefill, 64 if prefill else 4)
-    compiled = runner._step.lower(runner._weights, runner._pool, inputs).compile()
+    compiled = runner._lower(prefill, 64 if prefill else 4).compile()
     pool_bytes = sum(x.nbytes for kv in runner._pool for x in kv)
     return compiled.memory_analysis(), pool_bytes
 

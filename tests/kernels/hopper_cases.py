@@ -60,13 +60,13 @@ class Case:
             angle = -float(self.deltas[turn]) * inverse_frequencies(q.shape[-1])
             z = (q[rows, :, :half] + 1j * q[rows, :, half:]) * np.exp(1j * angle)
             z = np.concatenate([z.real, z.imag], -1).reshape(num_rows, len(k), self.group, -1)
-            s = np.einsum("rkgh,knh->rkgn", z, k) * q.shape[-1] ** -0.5
+            s = np.einsum("rkgh,knh->rkgn", z, k, optimize=True) * q.shape[-1] ** -0.5
             seen = np.arange(k.shape[1]) <= causal + np.arange(num_rows)[:, None]
             s = np.where(seen[:, None, None], s, -np.inf).reshape(num_rows, q.shape[1], -1)
             above = np.maximum(top[rows], s.max(-1))
             p, keep = np.exp(s - above[..., None]), np.exp(top[rows] - above)
             p4 = p.reshape(num_rows, len(k), self.group, -1)
-            value = np.einsum("rkgn,knh->rkgh", p4, v).reshape(out[rows].shape)
+            value = np.einsum("rkgn,knh->rkgh", p4, v, optimize=True).reshape(out[rows].shape)
             out[rows] = out[rows] * keep[..., None] + value
             total[rows] = total[rows] * keep + p.sum(-1)
             top[rows] = above

@@ -148,8 +148,7 @@ def test_decode_reads_a_shared_run_once():
     check(lazy_decode, case, apart)
 
 
-@pytest.mark.parametrize("holds", [[[0]], [[0], [0], [0]]], ids=["alone", "shared"])
-@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize(("holds", "workers"), [([[0]], 8), ([[0], [0], [0]], 3)])
 def test_workers_cut_a_long_run(holds, workers):
     """With 8 workers and 7 tiles, one has nothing to do."""
     case = decode_case(1, holds, [430], group=4, head_dim=64, page_size=32)

@@ -1,0 +1,118 @@
+"""``WorkLists`` of the Hopper kernels. Pure host code (numpy)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lazyattn_jax.kernels.dense import BLOCK_ROWS, ITEM_SLOTS
+from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
+from lazyattn_jax.kernels.mosaic_gpu.plan import HopperDecodeWork, num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
+    HopperPrefillWork,
+    plan_prefill,
+    rows_per_block,
+)
+from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
+
+MOST_PIECES = 16
+"""Pieces that a block of a small prefill step may be cut into."""
+
+
+@dataclass(frozen=True)
+class HopperLists:
+    """``WorkLists`` of ``HopperPrefillWork`` and ``HopperDecodeWork``.
+
+    Attributes:
+      page_size: slots of a page.
+      group: query heads a KV head.
+      kv_heads: KV heads.
+      num_cores: cores of the GPU.
+      prefill_items: the work a prefill step may hold, by bucket, counted in ``BLOCK_ROWS`` rows
+        times ``ITEM_SLOTS`` slots of one run, as the scheduler counts.
+      decode_items: the work a decode step may hold, by bucket, in one row times ``ITEM_SLOTS``.
+    """
+
+    page_size: int
+    group: int
+    kv_heads: int
+    num_cores: int
+    prefill_items: Mapping[int, int]
+    decode_items: Mapping[int, int]
+
+    def prefill(
+        self, references: References, runs: Runs, bucket: int
+    ) -> tuple[HopperPrefillWork] | None:
+        """One list."""
+        try:
+            work = plan_prefill(
+                references,
+                runs,
+                num_rows=bucket,
+                page_size=self.page_size,
+                group=self.group,
+                kv_heads=self.kv_heads,
+                workers=self.num_cores,
+                most_pieces=self._most_pieces(bucket),
+                capacity=self._prefill_capacity(bucket),
+            )
+        except DoesNotFit:
+            return None
+        return (work,)
+
+    def decode(
+        self, references: References, runs: Runs, bucket: int
+    ) -> tuple[HopperDecodeWork] | None:
+        """One list."""
+        items, workers = self.decode_items[bucket], num_workers(self.kv_heads, self.num_cores)
+        tiles = items * (ITEM_SLOTS // plan.TILE)
+        try:
+            work = plan_decode(
+                references,
+                runs,
+                num_rows=bucket,
+                page_size=self.page_size,
+                group=self.group,
+                workers=workers,
+                capacity=plan.Capacity.of(bucket, items, tiles, workers),
+            )
+        except DoesNotFit:
+            return None
+        return (work,)
+
+    def empty(
+        self, prefill: bool, bucket: int
+    ) -> tuple[HopperPrefillWork] | tuple[HopperDecodeWork]:
+        """Lists of the shapes of a batch shape, without anything to attend to."""
+        nothing = np.zeros(0, np.int64)
+        make = self.prefill if prefill else self.decode
+        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
+        assert works is not None
+        return works
+
+    def num_turns(self, prefill: bool, bucket: int) -> int:
+        """As many as items; a step with more turns takes the next bucket."""
+        return (self.prefill_items if prefill else self.decode_items)[bucket]
+
+    def _most_pieces(self, bucket: int) -> int:
+        """More than one where the bucket's blocks could leave cores idle."""
+        blocks = bucket // rows_per_block(self.group)
+        return MOST_PIECES if blocks * self.kv_heads < 2 * self.num_cores else 1
+
+    def _prefill_capacity(self, bucket: int) -> prefill_plan.Capacity:
+        """What any step of so many items takes.
+
+        A chunk starts a block of its own, and so does the padding; a chunk has at least one item.
+        Cutting blocks into pieces adds at most one item and entry for each worker of a KV head.
+        """
+        size = rows_per_block(self.group)
+        items = self.prefill_items[bucket]
+        blocks = bucket // size + 2 * min(bucket, items) + 1
+        # A block of the scheduler's overlaps so many of the kernel's.
+        entries = (BLOCK_ROWS // size + 2) * items + blocks
+        most_pieces = self._most_pieces(bucket)
+        cut = 0 if most_pieces == 1 else self.num_cores // self.kv_heads + blocks
+        parts = 0 if most_pieces == 1 else (blocks + cut) * size
+        return prefill_plan.Capacity(blocks + cut, entries + cut, entries, parts)
