@@ -169,7 +169,7 @@ def _worth_sharing(
     worth = (holders - 1) * run_tiles >= 2 + holders // 4
     shared = worth[run] & (holders[run] > 1)
     if np.bincount(row[shared], minlength=1).max() > MOST_SHARED:
-        order = np.lexsort((-(holders[run] - 1) * run_tiles[run], row, ~shared))
+        order = np.lexsort((run, -(holders[run] - 1) * run_tiles[run], row, ~shared))
         by_row = row[order]
         new = np.append(
             True, (by_row[1:] != by_row[:-1]) | (shared[order][1:] != shared[order][:-1])

@@ -257,7 +257,7 @@ def _parts(
 
 
 def _worker_entries(count: np.ndarray, kv_heads: int, workers: int) -> np.ndarray:
-    """Entries that each worker goes through: see ``prefill._bring`` for the order."""
+    """Entries that each worker goes through: see ``prefill_memory.bring`` for the order."""
     pair = np.arange(len(count) * kv_heads)
     turn, place = pair // workers, pair % workers
     worker = np.where(turn % 2 == 0, place, workers - 1 - place)

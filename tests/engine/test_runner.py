@@ -55,3 +55,16 @@ def test_half_precision_models_run(dtype):
         answers.append(request.generated)
     assert answers[0] == answers[1]
     assert request.cached_document_tokens == [20]
+
+
+def test_the_gpu_kernels_are_refused_where_they_cannot_run(loaded):
+    limits = Limits(
+        page_size=16,
+        num_pages=64,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_documents=8,
+    )
+    with pytest.raises(NotImplementedError, match="attention mosaic_gpu cannot be used: device"):
+        Runner(loaded, limits, "mosaic_gpu")
