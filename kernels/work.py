@@ -48,6 +48,39 @@ class References(NamedTuple):
     causal: Int[np.ndarray, "n"]
 
 
+def check_references(
+    references: References, runs: Runs, *, num_rows: int, num_pages: int, page_size: int
+) -> None:
+    """Checks that nothing outside the pool, the runs or the step is named.
+
+    A kernel trusts its work lists: a wrong page id would read another request's keys. This finds
+    what a planner got wrong before it gets there.
+
+    Raises:
+      ValueError: naming the first wrong value and its limit.
+    """
+    used = -(-runs.length // page_size)
+    for run, (first, count) in enumerate(zip(runs.start.tolist(), used.tolist(), strict=True)):
+        if first < 0 or count < 0 or first + count > len(runs.pages):
+            raise ValueError(
+                f"run {run} of {runs.length[run]} slots takes pages {first} to {first + count} of "
+                f"a list of {len(runs.pages)}"
+            )
+        pages = runs.pages[first : first + count]
+        wrong = pages[(pages < 0) | (pages >= num_pages)]
+        if len(wrong):
+            raise ValueError(f"run {run} has page {wrong[0]}, the pool has {num_pages}")
+    last = references.row + references.num_rows
+    for name, values, limit in (
+        ("row", references.row, num_rows),
+        ("last row", last, num_rows + 1),
+        ("run", references.run, len(runs.length)),
+    ):
+        wrong = values[(values < 0) | (values >= limit)]
+        if len(wrong):
+            raise ValueError(f"a reference has {name} {wrong[0]}, must be below {limit}")
+
+
 class DoesNotFit(ValueError):
     """A step needs more room in a work list than its batch shape has."""
 

@@ -36,7 +36,8 @@ class EngineConfig:
         (NVIDIA Hopper), ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
         elsewhere) or ``float16``.
-      check_invariants: check after every step that all pages and pins are accounted for.
+      check_invariants: check before every step that its plan names only pages of the pool, and
+        after it that all pages and pins are accounted for.
     """
 
     kv_pool_bytes: int | None = None

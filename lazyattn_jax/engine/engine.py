@@ -64,7 +64,7 @@ class Engine:
         self.limits = config.resolve_limits(loaded.config, dtype)
         self.page_bytes = self.limits.page_size * bytes_per_token(loaded.config, dtype)
         self.scheduler = Scheduler(self.limits)
-        self._runner = Runner(loaded, self.limits, config.attention)
+        self._runner = Runner(loaded, self.limits, config.attention, check=config.check_invariants)
         self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         ends = loaded.config.eos_token_ids or (loaded.tokenizer.eos_token_id,)

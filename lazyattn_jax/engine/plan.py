@@ -17,7 +17,14 @@ from jaxtyping import Float, Float64, Int
 from lazyattn_jax.engine.contexts import BatchContext, ContextTables
 from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.runs import Chunk, Placement, TokenRun
-from lazyattn_jax.kernels.work import References, Runs, Turns, WorkLists, Works
+from lazyattn_jax.kernels.work import (
+    References,
+    Runs,
+    Turns,
+    WorkLists,
+    Works,
+    check_references,
+)
 from lazyattn_jax.models.rope import Rotations
 
 
@@ -46,6 +53,7 @@ class Planner:
       lists: makes the work lists of the attention.
       inverse_frequencies: RoPE frequencies in radians per position.
       rope_factor: factor on rotated queries and keys (YaRN); turns are pure rotations without it.
+      check: check every plan's references before work lists are made of them.
     """
 
     def __init__(
@@ -54,8 +62,11 @@ class Planner:
         lists: WorkLists,
         inverse_frequencies: Float64[np.ndarray, "H//2"],
         rope_factor: float = 1.0,
+        *,
+        check: bool = False,
     ) -> None:
         self.limits = limits
+        self._check = check
         self._lists = lists
         self._rotations = Rotations(inverse_frequencies)
         self._rope_factor = rope_factor
@@ -97,6 +108,14 @@ class Planner:
     ) -> StepPlan:
         page, offset = spans.slots(self.limits.page_size)
         references, runs = spans.with_context(context, causal, seen)
+        if self._check:
+            check_references(
+                references,
+                runs,
+                num_rows=len(page),
+                num_pages=self.limits.num_pages,
+                page_size=self.limits.page_size,
+            )
         make = self._lists.prefill if prefill else self._lists.decode
         for bucket in buckets:
             capacity = self._lists.num_turns(prefill, bucket)

@@ -52,9 +52,12 @@ class Runner:
       loaded: the model.
       limits: batch shapes and pool size.
       attention: implementation of the attention, see ``kernels.api``.
+      check: check every plan before it runs.
     """
 
-    def __init__(self, loaded: LoadedModel, limits: Limits, attention: str = "auto") -> None:
+    def __init__(
+        self, loaded: LoadedModel, limits: Limits, attention: str = "auto", *, check: bool = False
+    ) -> None:
         self._limits = limits
         self._config = loaded.config
         graph, self._weights = nnx.split(loaded.model)
@@ -78,7 +81,9 @@ class Runner:
             num_cores=getattr(device, "core_count", 0),
         )
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
-        self._planner = Planner(limits, self._lists, frequencies, rope.attention_factor)
+        self._planner = Planner(
+            limits, self._lists, frequencies, rope.attention_factor, check=check
+        )
         self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(

@@ -84,7 +84,7 @@ def test_lists_of_another_implementation_are_refused(made_for, given_to):
     pages = jnp.zeros((64, 2, 16, 128), jnp.bfloat16)
     q = jnp.zeros((4, 8, 128), jnp.bfloat16)
     turns = Turns(*(np.zeros((1, 64), np.float32) for _ in range(2)))
-    with pytest.raises(NotImplementedError, match="takes those that .*Lists makes"):
+    with pytest.raises(NotImplementedError, match=r"takes those that .*Lists makes"):
         lazy_decode(q, pages, pages, turns, works, scale=1.0, implementation=given_to)
 
 
@@ -104,16 +104,15 @@ def batch(rows, lengths, causal):
 @pytest.mark.parametrize("rows", [1, 3, 64, 65])
 def test_what_the_scheduler_admits_fits_the_hopper_lists(rows):
     """A step of as many chunks as there are items for has the shapes of an empty one."""
-    made, limits = lists("mosaic_gpu")
-    bucket = 512
-    dense = lists("xla")[0]
+    made, dense, bucket = lists("mosaic_gpu")[0], lists("xla")[0], 512
+
+    def step(chunks):
+        return batch([rows] * chunks, [128] * chunks, [128 - rows] * chunks)
+
     chunks = bucket // rows
-    while (
-        dense.prefill(*batch([rows] * chunks, [128] * chunks, [128 - rows] * chunks), bucket)
-        is None
-    ):
+    while dense.prefill(*step(chunks), bucket) is None:
         chunks -= 1
-    works = made.prefill(*batch([rows] * chunks, [128] * chunks, [128 - rows] * chunks), bucket)
+    works = made.prefill(*step(chunks), bucket)
     assert works is not None
     for full, empty in zip(works[0], made.empty(True, bucket)[0], strict=True):
         assert full.shape == empty.shape
