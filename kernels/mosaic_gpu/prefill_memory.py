@@ -9,9 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import Shape
 
-_AT_ONCE = 2
-"""Page ids that are read at once: the warpgroup has few registers."""
-
 
 def bring(
     shape: Shape,
@@ -44,10 +41,10 @@ def bring(
     pairs = num_items_ref[0] * shape.kv_heads
     rounds = lax.div(pairs + workers - 1, workers)
 
-    some = min(_AT_ONCE, shape.boxes)
+    some = shape.boxes if shape.boxes <= 4 else 1
 
     def pages_of(tile, first):
-        """Some page ids of a tile: all would not fit into the registers where pages are small."""
+        """Page ids of a tile; of eight pages one at a time, since registers are few."""
         return [tiles_ref[tile, first + b] for b in range(some)]
 
     def fetch_pages(pages_ref, head, pages, ring, stage, full, first=0):
