@@ -49,13 +49,13 @@ class DenseLists:
 
     def prefill(self, references: References, runs: Runs, bucket: int) -> tuple[PrefillWork] | None:
         """One list: rows cut into blocks, runs into items, without what no row of a block sees."""
-        blocks, block = _spread(-(-references.num_rows // BLOCK_ROWS))
+        blocks, block = spread(-(-references.num_rows // BLOCK_ROWS))
         of_block = References(*(column[blocks] for column in references))
         first = block * BLOCK_ROWS
         num_rows = np.minimum(of_block.num_rows - first, BLOCK_ROWS)
         causal = of_block.causal + first
         seen = np.minimum(runs.length[of_block.run], causal + num_rows)
-        item, piece = _spread(-(-np.maximum(seen, 0) // self._slots))
+        item, piece = spread(-(-np.maximum(seen, 0) // self._slots))
         capacity = self.prefill_items[bucket]
         if len(item) > capacity:
             return None
@@ -114,7 +114,7 @@ class DenseLists:
         bucket: int,
     ) -> DecodeWork | None:
         length = runs.length[run]
-        item, piece = _spread(-(-length // self._slots))
+        item, piece = spread(-(-length // self._slots))
         capacity = self.decode_items[bucket]
         if len(item) > capacity:
             return None
@@ -165,7 +165,7 @@ def _place(keys: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
     return np.arange(len(keys)) - np.repeat(first, np.diff(first, append=len(keys)))
 
 
-def _spread(counts: Int[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+def spread(counts: Int[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
     """``counts[i]`` entries for each ``i``: which ``i`` an entry is of, and its place there."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]

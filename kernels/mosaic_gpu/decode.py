@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from lazyattn_jax.kernels.mosaic_gpu import plan as columns
 from lazyattn_jax.kernels.mosaic_gpu.merge import merge, padded_heads
 from lazyattn_jax.kernels.mosaic_gpu.plan import ROWS, TILE, HopperDecodeWork, rows_per_entry
-from lazyattn_jax.kernels.mosaic_gpu.support import check_supported
+from lazyattn_jax.kernels.mosaic_gpu.support import check_supported, check_work
 from lazyattn_jax.kernels.shapes import check_shapes
 from lazyattn_jax.kernels.work import Turns
 
@@ -96,7 +96,7 @@ def lazy_decode(
       q: queries, rotated at their positions in the request; bfloat16 or float16.
       k_pages: keys rotated at the positions they were encoded at; same dtype.
       v_pages: values.
-      turns: one rotation per distinct delta of the step.
+      turns: the rotations of the step.
       work: the work list, see ``plan.plan_decode``.
       scale: factor on the scores.
       rotate: False leaves the turns out, to measure what they cost.
@@ -110,15 +110,7 @@ def lazy_decode(
     num_rows, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     check_supported(q.dtype, head_dim, page_size, group)
-    if work.first_part.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"the work list has {work.first_part.shape[0] - 1} query rows, q {num_rows}"
-        )
-    if work.tiles.shape[1] != max(1, TILE // page_size):
-        raise ValueError(
-            f"the work list has {work.tiles.shape[1]} boxes a tile, pages of {page_size} slots "
-            f"need {max(1, TILE // page_size)}"
-        )
+    check_work(work.first_part, num_rows, work.tiles, page_size, max(1, TILE // page_size))
     shape = _Shape(group, head_dim, page_size, 256 // head_dim, rotate, interpret is not None)
     # One row of angles a query head of the group, so that one copy brings those of a row.
     angles = jnp.concatenate([turns.cos, turns.sin], -1).astype(jnp.float16)

@@ -113,6 +113,6 @@ class HopperLists:
         # A block of the scheduler's overlaps so many of the kernel's.
         entries = (BLOCK_ROWS // size + 2) * items + blocks
         most_pieces = self._most_pieces(bucket)
-        cut = 0 if most_pieces == 1 else self.num_cores // self.kv_heads + blocks
+        cut = 0 if most_pieces == 1 else self.num_cores // self.kv_heads
         parts = 0 if most_pieces == 1 else (blocks + cut) * size
         return prefill_plan.Capacity(blocks + cut, entries + cut, entries, parts)

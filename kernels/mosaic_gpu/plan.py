@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
+from lazyattn_jax.kernels.dense import spread
+from lazyattn_jax.kernels.mosaic_gpu.tables import padded
+from lazyattn_jax.kernels.work import References, Runs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -137,8 +139,7 @@ def plan_decode(
 
     rows_of = size[item]
     first_reference = np.cumsum(rows_of) - rows_of
-    entry = np.repeat(np.arange(len(cuts)), rows_of)
-    place = np.arange(len(entry)) - first_reference[entry]
+    entry, place = spread(rows_of)
     source = first[item[entry]] + place
     table = np.stack([row[source], turn[source], np.zeros_like(source)], 1)
     written = np.flatnonzero(flush[entry])
@@ -197,8 +198,8 @@ def _first_of_items(
     held = np.diff(start, append=len(run))
     # Equal items rather than full ones and a small rest.
     each = -(-held // -(-held // width))
-    within = np.arange(len(run)) - np.repeat(start, held)
-    return np.flatnonzero(within % np.repeat(each, held) == 0)
+    owner, within = spread(held)
+    return np.flatnonzero(within % each[owner] == 0)
 
 
 def _tile_pages(
@@ -218,19 +219,17 @@ def _tile_pages(
 
 
 def _padded(work: HopperDecodeWork, capacity: Capacity | None) -> HopperDecodeWork:
-    padded = {}
-    for field, name in {
-        "entries": "entries",
-        "references": "references",
-        "tiles": "tiles",
-        "lse_at": "parts",
-    }.items():
-        table = getattr(work, field)
-        limit = max(1, len(table)) if capacity is None else getattr(capacity, name)
-        if len(table) > limit:
-            raise DoesNotFit(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
+    # Of a table without any rows a kernel still reads the first.
+    limits = capacity or Capacity(
+        max(1, len(work.entries)),
+        max(1, len(work.references)),
+        max(1, len(work.tiles)),
+        max(1, len(work.lse_at)),
+    )
+    return work._replace(
+        entries=padded(work.entries, "entries", limits.entries),
         # A worker reads the references of a whole entry, whatever its number of rows.
-        limit += ROWS if field == "references" else 0
-        padded[field] = np.zeros((limit, *table.shape[1:]), np.int32)
-        padded[field][: len(table)] = table
-    return work._replace(**padded)
+        references=padded(work.references, "references", limits.references, spare=ROWS),
+        tiles=padded(work.tiles, "tiles", limits.tiles),
+        lse_at=padded(work.lse_at, "parts", limits.parts),
+    )

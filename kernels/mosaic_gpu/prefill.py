@@ -32,7 +32,7 @@ from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
     rows_per_block,
 )
 from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import M, Shape
-from lazyattn_jax.kernels.mosaic_gpu.support import check_supported
+from lazyattn_jax.kernels.mosaic_gpu.support import check_supported, check_work
 from lazyattn_jax.kernels.shapes import check_shapes
 from lazyattn_jax.kernels.work import Turns
 
@@ -57,7 +57,7 @@ def lazy_prefill(
       q: queries, rotated at their positions in the request; bfloat16 or float16.
       k_pages: keys rotated at the positions they were encoded at; same dtype.
       v_pages: values.
-      turns: one rotation per distinct delta of the step.
+      turns: the rotations of the step.
       work: the work list, see ``prefill_plan.plan_prefill``.
       scale: factor on the scores.
       rotate: False leaves the turns out, to measure what they cost.
@@ -71,15 +71,7 @@ def lazy_prefill(
     num_rows, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     check_supported(q.dtype, head_dim, page_size, group)
-    if work.first_part.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"the work list has {work.first_part.shape[0] - 1} query rows, q {num_rows}"
-        )
-    if work.tiles.shape[1] != TILE // page_size:
-        raise ValueError(
-            f"the work list has {work.tiles.shape[1]} pages a tile, pages of {page_size} slots "
-            f"need {TILE // page_size}"
-        )
+    check_work(work.first_part, num_rows, work.tiles, page_size, TILE // page_size)
     padded = padded_group(group)
     if padded != group:
         q = q.reshape(num_rows, kv_heads, group, head_dim)

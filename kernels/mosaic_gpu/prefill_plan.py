@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
+from lazyattn_jax.kernels.dense import spread
+from lazyattn_jax.kernels.mosaic_gpu.tables import padded
+from lazyattn_jax.kernels.work import References, Runs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -157,9 +159,9 @@ def _blocks(references: References, num_rows: int, size: int) -> tuple[np.ndarra
     length = np.diff(np.append(start, num_rows))
     start, length = start[length > 0], length[length > 0]
     blocks = -(-length // size)
-    within = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    first = np.repeat(start, blocks) + within * size
-    return first, np.minimum(size, np.repeat(start + length, blocks) - first)
+    span, within = spread(blocks)
+    first = start[span] + within * size
+    return first, np.minimum(size, (start + length)[span] - first)
 
 
 def _entries(
@@ -174,8 +176,8 @@ def _entries(
     low = np.searchsorted(first_row, references.row, side="right") - 1
     high = np.searchsorted(first_row, references.row + references.num_rows, side="left")
     count = np.where(used, high - low, 0)
-    ref = np.repeat(np.arange(len(count)), count)
-    block = low[ref] + np.arange(len(ref)) - np.repeat(np.cumsum(count) - count, count)
+    ref, within = spread(count)
+    block = low[ref] + within
     skip = np.maximum(0, references.row[ref] - first_row[block])
     # The causal bound of the first row of the block that sees the run.
     causal = references.causal[ref] + first_row[block] + skip - references.row[ref]
@@ -202,8 +204,7 @@ def _cut(
     end = np.cumsum(entries[:, 1])
     begin = end - entries[:, 1]
     block_begin = np.cumsum(cost) - cost
-    piece_block = np.repeat(np.arange(len(cost)), pieces)
-    piece = np.arange(len(piece_block)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    piece_block, piece = spread(pieces)
     piece_begin = block_begin[piece_block] + piece * cost[piece_block] // pieces[piece_block]
     # Entries without tiles keep their block's only piece.
     some = entries[:, 1] > 0
@@ -232,10 +233,7 @@ def _cut(
 
 def _tile_pages(runs: Runs, run: np.ndarray, entries: np.ndarray, page_size: int) -> np.ndarray:
     boxes = TILE // page_size
-    entry = np.repeat(np.arange(len(entries)), entries[:, 1])
-    tile = np.arange(len(entry)) - np.repeat(
-        np.cumsum(entries[:, 1]) - entries[:, 1], entries[:, 1]
-    )
+    entry, tile = spread(entries[:, 1])
     box = (entries[entry, 0] + tile)[:, None] * boxes + np.arange(boxes)
     # Boxes past the run read its last page again; their slots are masked.
     pages = -(-runs.length[run[entry]] // page_size)
@@ -248,8 +246,7 @@ def _parts(
 ) -> tuple[Int[np.ndarray, "T+1"], Int[np.ndarray, "F"]]:
     """Where the partial results of each query row are."""
     first_row, rows, dest = items[:, 0], items[:, 1], items[:, 2]
-    item = np.repeat(np.arange(len(items)), rows)
-    within = np.arange(len(item)) - np.repeat(np.cumsum(rows) - rows, rows)
+    item, within = spread(rows)
     row, place = first_row[item] + within, dest[item] + within
     order = np.argsort(row, kind="stable")
     first_part = np.append(0, np.cumsum(np.bincount(row, minlength=num_rows)))
@@ -265,18 +262,16 @@ def _worker_entries(count: np.ndarray, kv_heads: int, workers: int) -> np.ndarra
 
 
 def _padded(work: HopperPrefillWork, capacity: Capacity | None) -> HopperPrefillWork:
-    padded = {}
-    for field, name in {
-        "items": "items",
-        "entries": "entries",
-        "tiles": "tiles",
-        "part_at": "parts",
-    }.items():
-        table = getattr(work, field)
-        least = 0 if field == "part_at" else 1
-        limit = max(least, len(table)) if capacity is None else getattr(capacity, name)
-        if len(table) > limit:
-            raise DoesNotFit(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
-        padded[field] = np.zeros((limit, *table.shape[1:]), np.int32)
-        padded[field][: len(table)] = table
-    return work._replace(**padded)
+    # Of a table without any rows a kernel still reads the first.
+    limits = capacity or Capacity(
+        max(1, len(work.items)),
+        max(1, len(work.entries)),
+        max(1, len(work.tiles)),
+        len(work.part_at),
+    )
+    return work._replace(
+        items=padded(work.items, "items", limits.items),
+        entries=padded(work.entries, "entries", limits.entries),
+        tiles=padded(work.tiles, "tiles", limits.tiles),
+        part_at=padded(work.part_at, "parts", limits.parts),
+    )

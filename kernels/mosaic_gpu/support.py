@@ -39,3 +39,16 @@ def check_proven(head_dim: int) -> None:
             "head_dim 64: decode gave wrong results on an H200, and its correction has only been "
             "tried without a GPU so far"
         )
+
+
+def check_work(
+    first_part: jax.Array, num_rows: int, tiles: jax.Array, page_size: int, boxes: int
+) -> None:
+    """Raises ``ValueError`` for a work list made for other queries or another page size."""
+    if first_part.shape[0] != num_rows + 1:
+        raise ValueError(f"the work list has {first_part.shape[0] - 1} query rows, q {num_rows}")
+    if tiles.shape[1] != boxes:
+        raise ValueError(
+            f"the work list has {tiles.shape[1]} boxes a tile, pages of {page_size} slots need "
+            f"{boxes}"
+        )
