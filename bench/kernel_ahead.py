@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from lazyattn_jax.bench.kernel_runs import MOST_PIECES
 from lazyattn_jax.kernels.mosaic_gpu.ahead import Usage, usage_on_h200
 from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
     MODEL_SHAPES,
@@ -19,6 +18,7 @@ from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
     decode_arguments,
     prefill_arguments,
 )
+from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import MOST_PIECES
 
 PAGE_SIZES = (16, 32, 64, 128)
 KERNELS = ("decode", "prefill", "prefill in pieces")

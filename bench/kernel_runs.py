@@ -28,15 +28,13 @@ from lazyattn_jax.bench.kernel_cases import (
 )
 from lazyattn_jax.bench.timing import Chain, Timing
 from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
-from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill, rows_per_block
+from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import most_pieces, plan_prefill
 from lazyattn_jax.kernels.work import Turns
 
 MAX_ERROR = 1e-2
 """Relative error from which on a kernel counts as wrong."""
 
 CORES = 132
-MOST_PIECES = 16
-"""Pieces that a block of query rows is cut into at most, where blocks are too few for the cores."""
 
 _BASE = 500_000.0
 """Base of the rotary frequencies."""
@@ -203,7 +201,6 @@ def attention_of(case: Case, variant: Variant, step: Step) -> tuple[Callable[...
 
 def plan_prefill_step(case: Case, step: Step) -> Any:
     """The work list of a prefill step."""
-    blocks = case.requests * -(-case.new // rows_per_block(GROUP))
     return plan_prefill(
         step.references,
         step.runs,
@@ -212,7 +209,7 @@ def plan_prefill_step(case: Case, step: Step) -> Any:
         group=GROUP,
         kv_heads=KV_HEADS,
         workers=CORES,
-        most_pieces=1 if blocks * KV_HEADS >= CORES else MOST_PIECES,
+        most_pieces=most_pieces(step.num_rows, GROUP, KV_HEADS, CORES),
     )
 
 

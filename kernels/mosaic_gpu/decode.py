@@ -22,14 +22,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels.mosaic_gpu import plan as columns
-from lazyattn_jax.kernels.mosaic_gpu.merge import merge, padded_heads
+from lazyattn_jax.kernels.mosaic_gpu.merge import HEADS, merge
+from lazyattn_jax.kernels.mosaic_gpu.plan import PACKED as M
 from lazyattn_jax.kernels.mosaic_gpu.plan import ROWS, TILE, HopperDecodeWork, rows_per_entry
 from lazyattn_jax.kernels.mosaic_gpu.support import check_supported, check_work
 from lazyattn_jax.kernels.shapes import check_shapes
 from lazyattn_jax.kernels.work import Turns
 
-M = 64
-"""Rows of a tensor core tile."""
+_AHEAD = 2
+"""Query rows of the next entry that are fetched along with a tile of this one."""
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -89,8 +90,9 @@ def lazy_decode(
 ) -> Float[Array, "B N H"]:
     """Attention of one token per request over the pool; see ``kernels.api.lazy_decode``.
 
-    Scratch for partial results: ``F * N * H`` values of q's dtype and ``E * K * 64`` float32, for
-    the ``F`` partial results and ``E`` entries that the work list has room for.
+    Scratch for partial results: ``F * K * H`` times the group rounded up to 8 values of q's dtype,
+    and ``E * K * 64`` float32, for the ``F`` partial results and ``E`` entries that the work list
+    has room for.
 
     Args:
       q: queries, rotated at their positions in the request; bfloat16 or float16.
@@ -107,7 +109,7 @@ def lazy_decode(
       ValueError: shapes or dtypes that disagree.
     """
     group = check_shapes(q, k_pages, v_pages, turns)
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, _, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     check_supported(q.dtype, head_dim, page_size, group)
     check_work(work.first_part, num_rows, work.tiles, page_size, max(1, TILE // page_size))
@@ -115,13 +117,12 @@ def lazy_decode(
     # One row of angles a query head of the group, so that one copy brings those of a row.
     angles = jnp.concatenate([turns.cos, turns.sin], -1).astype(jnp.float16)
     angles = jnp.broadcast_to(angles[:, None], (angles.shape[0], group, head_dim))
+    num_results = (work.part_at.shape[0] * -(-group // 8) + 1) * 8
     kernel = plgpu.kernel(
         functools.partial(_block, shape, scale * math.log2(math.e)),
         out_type=(
-            jax.ShapeDtypeStruct(
-                (work.lse_at.shape[0], padded_heads(num_heads, head_dim), head_dim), q.dtype
-            ),
-            jax.ShapeDtypeStruct((work.entries.shape[0], kv_heads, M), jnp.float32),
+            jax.ShapeDtypeStruct((kv_heads, num_results, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((work.entries.shape[0], kv_heads, M + HEADS), jnp.float32),
         ),
         scratch_types=_scratch(shape, q.dtype),
         grid=(work.workers.shape[0] - 1, kv_heads),
@@ -129,11 +130,9 @@ def lazy_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
-    tables = (work.workers, work.entries, work.references, work.tiles)
+    tables = (work.workers, work.starts, work.entries, work.references, work.tiles)
     out, lse = kernel(q, angles, k_pages, v_pages, *tables)
-    return merge(
-        out, lse, work.first_part, work.lse_at, num_heads=num_heads, width=ROWS, interpret=interpret
-    )
+    return merge(out, lse, work.first_part, work.part_at, group=group, interpret=interpret)
 
 
 def _scratch(shape: _Shape, dtype: jnp.dtype) -> dict[str, Any]:
@@ -168,6 +167,7 @@ def _block(
     k_ref,
     v_ref,
     workers_ref,
+    starts_ref,
     entries_ref,
     references_ref,
     tiles_ref,
@@ -194,19 +194,11 @@ def _block(
     def scalars_of(entry):
         return tuple(entries_ref[entry, c] for c in range(columns.COLUMNS))
 
-    def fetch_rows(first_reference, count):
-        ids = [
-            tuple(references_ref[first_reference + r, c] for c in range(2))
-            for r in range(shape.rows)
-        ]
-        for r, (row, turn) in enumerate(ids):
-
-            @pl.when(r < count)
-            def _(r=r, row=row, turn=turn):
-                at = pl.ds(r * group, group)
-                plgpu.copy_gmem_to_smem(q_ref.at[row, heads], rows.at[at], fetched.at[r])
-                if shape.rotate:
-                    plgpu.copy_gmem_to_smem(angles_ref.at[turn], angles.at[at], fetched.at[r])
+    def fetch_row(r, row, turn):
+        at = pl.ds(r * group if isinstance(r, int) else pl.multiple_of(r * group, group), group)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, heads], rows.at[at], fetched.at[r])
+        if shape.rotate:
+            plgpu.copy_gmem_to_smem(angles_ref.at[turn], angles.at[at], fetched.at[r])
 
     def fetch_tile(pages_ref, boxes, ring, full, stage):
         for b, box in enumerate(boxes):
@@ -221,10 +213,11 @@ def _block(
         tile = jnp.minimum(tile, stop - 1)
         return tuple(tiles_ref[tile, b] for b in range(shape.boxes))
 
-    def attend(tile, valid, q_halves, carry):
+    def attend(tile, valid, q_halves, rows_ahead, carry):
         """One tile in the softmax of the rows (online softmax, arXiv 1805.02867)."""
         acc, m, total, stage, *boxes = carry
         soon = boxes_of(tile + 1 + shape.stages)
+        ahead = rows_ahead()
         plgpu.barrier_wait(k_full.at[stage])
 
         def scores(acc_ref):
@@ -240,6 +233,7 @@ def _block(
         def _():
             fetch_tile(k_ref, boxes, k_ring, k_full, stage)
 
+        ahead()
         column = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_WGMMA)
         s = jnp.where(column < valid, s, -jnp.inf)
         top = jnp.maximum(m, s.max(axis=1))
@@ -278,7 +272,7 @@ def _block(
 
     def walk(entry, carry):
         scalars, place, (acc, m, total) = carry
-        first_tile, num_tiles, last_valid, first_reference, num_rows, flush, fresh = scalars
+        first_tile, num_tiles, last_valid, _, num_rows, flush, fresh, dest = scalars
         following = scalars_of(jnp.minimum(entry + 1, end - 1))
 
         @pl.loop(0, num_rows)
@@ -292,9 +286,20 @@ def _block(
             q_halves = tuple(operands.at[i] for i in range(2))
         plgpu.commit_smem()
 
-        @pl.when(entry + 1 < end)
-        def _():
-            fetch_rows(following[3], following[4])
+        next_reference = following[3]
+        next_rows = jnp.where(entry + 1 < end, following[4], 0)
+
+        def rows_ahead(i):
+            """Looks up some rows of the next entry; what is returned fetches them."""
+            some = [i * _AHEAD + j for j in range(_AHEAD)]
+            found = [next_reference + jnp.minimum(r, ROWS - 1) for r in some]
+            ids = [tuple(references_ref[at, c] for c in range(2)) for at in found]
+
+            def fetch():
+                for r, (row, turn) in zip(some, ids, strict=True):
+                    pl.when(r < next_rows)(functools.partial(fetch_row, r, row, turn))
+
+            return fetch
 
         # Rows that an earlier entry did not use may hold NaN, so choose rather than multiply.
         acc = jnp.where(jnp.full_like(acc, fresh, jnp.int32) == 1, 0.0, acc)
@@ -304,29 +309,38 @@ def _block(
 
         def body(i, carry):
             valid = jnp.where(i == num_tiles - 1, last_valid, TILE)
-            return attend(first_tile + i, valid, q_halves, carry)
+            ahead = functools.partial(rows_ahead, i)
+            return attend(first_tile + i, valid, q_halves, ahead, carry)
 
         acc, m, total, *place = lax.fori_loop(0, num_tiles, body, (acc, m, total, *place))
 
+        @pl.loop(num_tiles, lax.div(next_rows + _AHEAD - 1, _AHEAD))
+        def _(i):
+            rows_ahead(i)()
+
         @pl.when(flush == 1)
         def _():
-            lse_ref[entry, head] = m + jnp.log2(total)
+            lse_ref[entry, head, pl.ds(0, M)] = m + jnp.log2(total)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             results[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(rows.dtype)
             plgpu.commit_smem()
-            parts = [references_ref[first_reference + r, 2] for r in range(shape.rows)]
-            for r, part in enumerate(parts):
+            for i in range(-(-shape.rows * group // 8)):
 
-                @pl.when(r < num_rows)
-                def _(r=r, part=part):
-                    mine = results.at[pl.ds(r * group, group)]
-                    plgpu.copy_smem_to_gmem(mine, out_ref.at[part, heads])
+                @pl.when(i * 8 < num_rows * group)
+                def _(i=i):
+                    there = pl.ds(pl.multiple_of(dest + i * 8, 8), 8)
+                    plgpu.copy_smem_to_gmem(results.at[pl.ds(i * 8, 8)], out_ref.at[head, there])
 
         return following, tuple(place), (acc, m, total)
 
     @pl.when(end > begin)
     def _():
-        boxes = [boxes_of(first + i) for i in range(shape.stages + 1)]
+        # All at once, rather than entries, references and tiles one after the other.
+        num_rows, *start = (starts_ref[worker, c] for c in range(starts_ref.shape[1]))
+        ids, pages = start[: 2 * ROWS], start[2 * ROWS :]
+        boxes = [
+            tuple(pages[i * shape.boxes : (i + 1) * shape.boxes]) for i in range(shape.stages + 1)
+        ]
         for i in range(shape.stages):
 
             @pl.when(first + i < stop)
@@ -334,8 +348,11 @@ def _block(
                 fetch_tile(k_ref, boxes[i], k_ring, k_full, i)
                 fetch_tile(v_ref, boxes[i], v_ring, v_full, i)
 
+        for r in range(shape.rows):
+            row, turn = ids[2 * r : 2 * r + 2]
+            pl.when(r < num_rows)(functools.partial(fetch_row, r, row, turn))
+
         scalars = scalars_of(begin)
-        fetch_rows(scalars[3], scalars[4])
         zeros = plgpu.layout_cast(jnp.zeros((M, head_dim), jnp.float32), _WGMMA)
         row = plgpu.layout_cast(jnp.zeros((M,), jnp.float32), _ROW)
         place = (jnp.int32(0), *boxes[-1])

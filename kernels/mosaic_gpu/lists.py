@@ -12,13 +12,11 @@ from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
 from lazyattn_jax.kernels.mosaic_gpu.plan import HopperDecodeWork, num_workers, plan_decode
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
     HopperPrefillWork,
+    most_pieces,
     plan_prefill,
     rows_per_block,
 )
 from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
-
-MOST_PIECES = 16
-"""Pieces that a block of a small prefill step may be cut into."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +95,20 @@ class HopperLists:
         return (self.prefill_items if prefill else self.decode_items)[bucket]
 
     def _most_pieces(self, bucket: int) -> int:
-        """More than one where the bucket's blocks could leave cores idle."""
-        blocks = bucket // rows_per_block(self.group)
-        return MOST_PIECES if blocks * self.kv_heads < 2 * self.num_cores else 1
+        return most_pieces(bucket, self.group, self.kv_heads, self.num_cores)
 
     def _prefill_capacity(self, bucket: int) -> prefill_plan.Capacity:
         """What any step of so many items takes.
 
         A chunk starts a block of its own, and so does the padding; a chunk has at least one item.
-        Cutting blocks into pieces adds at most one item and entry for each worker of a KV head.
+        Cutting blocks into pieces adds up to ``ROUNDS`` items and entries for each worker.
         """
         size = rows_per_block(self.group)
         items = self.prefill_items[bucket]
         blocks = bucket // size + 2 * min(bucket, items) + 1
         # A block of the scheduler's overlaps so many of the kernel's.
         entries = (BLOCK_ROWS // size + 2) * items + blocks
-        most_pieces = self._most_pieces(bucket)
-        cut = 0 if most_pieces == 1 else self.num_cores // self.kv_heads
-        parts = 0 if most_pieces == 1 else (blocks + cut) * size
+        pieces = self._most_pieces(bucket)
+        cut = 0 if pieces == 1 else prefill_plan.ROUNDS * self.num_cores // self.kv_heads
+        parts = 0 if pieces == 1 else (blocks + cut) * size
         return prefill_plan.Capacity(blocks + cut, entries + cut, entries, parts)

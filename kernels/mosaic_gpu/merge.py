@@ -1,7 +1,7 @@
 """Puts the partial results of query rows together, by their log-sum-exps.
 
-One block takes a query row and a few of its heads, and reads only the parts that the row has: no
-buffer is padded to the most parts that a row could have.
+A block takes a query row and four heads of a KV head at a time, a warp each, and reads only the
+parts that the row has: no buffer is padded to the most parts that a row could have.
 """
 
 from __future__ import annotations
@@ -12,124 +12,123 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-_LANES = 128
-"""Threads of a block, each of which takes one element of one or two heads."""
-
-_AT_ONCE = 8
-"""Parts that are read together, to have that many loads in flight."""
+HEADS = 4
+"""Heads that are merged at once, one a warp."""
 
 _LOWEST = -1e30
 """Stands for minus infinity where a difference of two is taken."""
 
 
-def padded_heads(num_heads: int, head_dim: int) -> int:
-    """Heads of the array of partial results: whole groups of threads, whatever the head size."""
-    heads = _LANES // head_dim
-    return -(-num_heads // heads) * heads
-
-
 def merge(
-    parts: Float[Array, "F Np H"],
-    lse: Float[Array, "E K R"],
+    parts: Float[Array, "K R H"],
+    lse: Float[Array, "E K W"],
     first_part: Int[Array, "B+1"],
-    lse_at: Int[Array, "F"],
+    part_at: Int[Array, "F 2"],
     *,
-    num_heads: int,
-    width: int,
-    part_at: Int[Array, "F"] | None = None,
+    group: int,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
     """Weighted means of partial results.
 
+    A part is the result of one query row over some of what it attends to. It takes consecutive rows
+    of ``parts``, one for each head of the group, and as many values of ``lse``. Up to ``HEADS - 1``
+    rows and values after these are read as well (and not used): both arrays must have them.
+
     Args:
-      parts: normalised partial results; ``Np`` is ``padded_heads``.
-      lse: log2 of the sums of exponentials, of the rows of an entry and their heads of a KV head:
-        that of row ``r`` and head ``g`` of the group is at ``r * G + g``.
+      parts: normalised partial results.
+      lse: log2 of the sums of exponentials.
       first_part: query row ``b`` has the parts ``first_part[b] .. first_part[b + 1] - 1``.
-      lse_at: where a part's log-sum-exps are: ``entry * width + row of the entry``.
-      num_heads: query heads.
-      width: see ``lse_at``.
-      part_at: where a part's results are in ``parts``; in their own order, if not given.
+      part_at: where a part's results start, among the ``R`` rows, and where its log-sum-exps do:
+        ``e * PACKED + w``, where ``PACKED`` is ``W`` rounded down to a multiple of 64.
+      group: query heads a KV head.
       interpret: ``plgpu.InterpretGPUParams`` to run on a CPU.
 
     Returns:
       The merged results in the parts' dtype; rows without any part are zeros.
     """
-    _, padded, head_dim = parts.shape
-    num_rows, group = first_part.shape[0] - 1, num_heads // lse.shape[1]
-    heads = _LANES // head_dim
-    chunks = 4 if (padded // heads) % 4 == 0 and num_rows >= 32 else 1
-    parts = parts.reshape(parts.shape[0], padded // heads, _LANES)
+    kv_heads, _, head_dim = parts.shape
+    num_rows = first_part.shape[0] - 1
+    chunks = -(-group // HEADS)
+    # Many rows fill the chip, and a block of two chunks hides more latency; few rows have many
+    # parts each.
+    together = 2 if num_rows >= 64 and kv_heads * chunks % 2 == 0 else 1
+    at_once = 8 if num_rows >= 64 else 16
     kernel = plgpu.kernel(
-        functools.partial(_block, heads, group, num_heads, width, chunks, part_at is not None),
-        out_type=jax.ShapeDtypeStruct((num_rows, padded // heads, _LANES), parts.dtype),
-        grid=(num_rows, padded // heads // chunks),
+        functools.partial(_block, head_dim, chunks, together, at_once, lse.shape[2] // 64 * 64),
+        out_type=jax.ShapeDtypeStruct((num_rows, kv_heads, chunks * HEADS, head_dim), parts.dtype),
+        grid=(num_rows, kv_heads * chunks // together),
         grid_names=("row", "chunk"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
-    tables = (first_part, lse_at) if part_at is None else (first_part, lse_at, part_at)
-    out = kernel(parts, lse, *tables)
-    return out.reshape(num_rows, padded, head_dim)[:, :num_heads]
+    out = kernel(parts, lse, first_part, part_at)
+    return out[:, :, :group].reshape(num_rows, kv_heads * group, head_dim)
 
 
-def _block(heads, group, num_heads, width, chunks, is_placed, *refs):
-    if is_placed:
-        parts_ref, lse_ref, first_ref, lse_at_ref, part_at_ref, out_ref = refs
-    else:
-        parts_ref, lse_ref, first_ref, lse_at_ref, out_ref = refs
-    row, first_chunk = lax.axis_index("row"), lax.axis_index("chunk") * chunks
+def _block(
+    head_dim, chunks, together, at_once, width, parts_ref, lse_ref, first_ref, at_ref, out_ref
+):
+    row, first_chunk = lax.axis_index("row"), lax.axis_index("chunk") * together
     begin, end = first_ref[row], first_ref[row + 1]
-    layout = plgpu.Layout.WG_STRIDED((_LANES,), vec_size=1)
-    lane = plgpu.broadcasted_iota(jnp.int32, (_LANES,), 0, layout=layout)
+    layout = plgpu.Layout.TILED(
+        Tiling(((HEADS, head_dim), (head_dim // 32,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+    of_heads = layout.reduce(1)
+    places = [
+        (lax.div(chunk, chunks), lax.rem(chunk, chunks) * HEADS)
+        for chunk in (first_chunk + c for c in range(together))
+    ]
 
-    def of_lanes(scalars):
-        """One scalar a head as a vector over the threads."""
-        if heads == 1:
-            return scalars[0]
-        return jnp.where(lane < _LANES // 2, *(jnp.full((_LANES,), x) for x in scalars))
-
-    def read(part, chunk):
-        """A part of a chunk of heads: its values, and a log-sum-exp for each head."""
-        at = lse_at_ref[part]
-        entry, r = lax.div(at, width), lax.rem(at, width)
-        found = []
-        for h in range(heads):
-            head = jnp.minimum(chunk * heads + h, num_heads - 1)
-            k, g = lax.div(head, group), lax.rem(head, group)
-            found.append(lse_ref[entry, k, r * group + g])
-        place = part_at_ref[part] if is_placed else part
-        x = plgpu.load(parts_ref.at[place, chunk], layout=layout)
-        return x.astype(jnp.float32), found
+    def spread(x):
+        return lax.broadcast_in_dim(x, (HEADS, head_dim), [0])
 
     def some(i, carry):
-        first = begin + i * _AT_ONCE
+        found = []
+        for j in range(at_once):
+            part = jnp.minimum(begin + i * at_once + j, end - 1)
+            at, lse_at = at_ref[part, 0], at_ref[part, 1]
+            entry, offset = lax.div(lse_at, width), lax.rem(lse_at, width)
+            for kv_head, head in places:
+                x = parts_ref.at[kv_head, pl.ds(at + head, HEADS)]
+                lse = lse_ref.at[entry, kv_head, pl.ds(offset + head, HEADS)]
+                found.append(
+                    (
+                        plgpu.load(x, layout=layout, optimized=False),
+                        plgpu.load(lse, layout=of_heads, optimized=False),
+                    )
+                )
+        # Past the row's last part that one is read again, with a weight of nothing.
+        caps = [jnp.where(begin + i * at_once + j < end, -_LOWEST, _LOWEST) for j in range(at_once)]
         new = []
-        for c, (acc, tops, sums) in enumerate(carry):
-            values, lses = [], []
-            for j in range(_AT_ONCE):
-                value, lse = read(jnp.minimum(first + j, end - 1), first_chunk + c)
-                values.append(value)
-                lses.append([jnp.where(first + j < end, x, _LOWEST) for x in lse])
-            above = [
-                functools.reduce(jnp.maximum, column) for column in zip(tops, *lses, strict=True)
+        for c, (acc, top, total) in enumerate(carry):
+            values, lses = zip(*found[c::together], strict=True)
+            lses = [
+                jnp.minimum(x, jnp.full((HEADS,), cap)) for x, cap in zip(lses, caps, strict=True)
             ]
-            keep = [jnp.exp2(t - a) for t, a in zip(tops, above, strict=True)]
-            weights = [[jnp.exp2(x - a) for x, a in zip(lse, above, strict=True)] for lse in lses]
-            acc = acc * of_lanes(keep)
-            for weight, value in zip(weights, values, strict=True):
-                acc = acc + value * of_lanes(weight)
-            columns = zip(*weights, strict=True)
-            sums = [s * k + sum(c) for s, k, c in zip(sums, keep, columns, strict=True)]
-            new.append((acc, tuple(above), tuple(sums)))
+            above = functools.reduce(jnp.maximum, lses, top)
+            keep = jnp.exp2(top - above)
+            acc, total = acc * spread(keep), total * keep
+            for value, lse in zip(values, lses, strict=True):
+                weight = jnp.exp2(lse - above)
+                acc = acc + value.astype(jnp.float32) * spread(weight)
+                total = total + weight
+            new.append((acc, above, total))
         return tuple(new)
 
-    zeros = plgpu.layout_cast(jnp.zeros((_LANES,), jnp.float32), layout)
-    start = (zeros, (jnp.float32(_LOWEST),) * heads, (jnp.float32(0),) * heads)
-    count = lax.div(end - begin + _AT_ONCE - 1, _AT_ONCE)
-    for c, (acc, _, sums) in enumerate(lax.fori_loop(0, count, some, (start,) * chunks)):
-        share = [1.0 / jnp.maximum(s, 1e-30) for s in sums]
-        out_ref[row, first_chunk + c] = (acc * of_lanes(share)).astype(out_ref.dtype)
+    zeros = plgpu.layout_cast(jnp.zeros((HEADS, head_dim), jnp.float32), layout)
+    row_zeros = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), of_heads)
+    start = (zeros, row_zeros + _LOWEST, row_zeros)
+    count = lax.div(end - begin + at_once - 1, at_once)
+    results = lax.fori_loop(0, count, some, (start,) * together)
+    for (kv_head, head), (acc, _, total) in zip(places, results, strict=True):
+        share = 1.0 / jnp.maximum(total, 1e-30)
+        out = (acc * spread(share)).astype(out_ref.dtype)
+        out_ref[row, kv_head, pl.ds(head, HEADS)] = out

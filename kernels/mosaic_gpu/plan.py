@@ -26,10 +26,16 @@ TILE = 64
 ROWS = 16
 """The most query rows of an entry."""
 
+PACKED = 64
+"""Rows of a tensor core tile: query rows of an entry times heads of a group."""
+
 MOST_SHARED = 16
 """The most shared runs of a query row, each of which makes a partial result of its own."""
 
-COLUMNS = 7
+START_TILES = 5
+"""Tiles of a worker whose pages stand in ``HopperDecodeWork.starts``."""
+
+COLUMNS = 8
 """Columns of ``HopperDecodeWork.entries``."""
 
 
@@ -39,21 +45,24 @@ class HopperDecodeWork(NamedTuple):
     Worker ``w`` takes the entries from ``workers[w, 0]`` to before ``workers[w + 1, 0]``, whose
     tiles are ``workers[w, 1]`` to before ``workers[w + 1, 1]``. Columns of ``entries``: first tile,
     number of tiles, valid slots of the last tile, first of the ``references``, number of query
-    rows, whether the softmax is written out after it, and whether it starts anew before it.
-    ``references`` are query row, turn, and the number of the partial result that is written.
-    ``tiles`` holds the page of each part of a tile: ``page * parts + part`` for pages longer than a
-    tile.
+    rows, whether the softmax is written out after it, whether it starts anew before it, and where
+    its results go. ``references`` are query row and turn. ``tiles`` holds the page of each part of
+    a tile: ``page * parts + part`` for pages longer than a tile. ``starts`` repeats what a worker
+    starts with, so that it need not be looked up in several steps: the number of query rows of its
+    first entry, their references, and its first ``START_TILES`` tiles.
 
     Query row ``b`` has the partial results ``first_part[b]`` to before ``first_part[b + 1]``;
-    ``lse_at`` says where each was made: ``entry * ROWS + row of the entry``.
+    ``part_at`` says where each is, see ``merge.merge``. Results of an entry are written in eights
+    of packed rows (query row of the entry, head of the group).
     """
 
     workers: Int[Array, "W+1 2"]
-    entries: Int[Array, "E 7"]
-    references: Int[Array, "R 3"]
+    starts: Int[Array, "W n"]
+    entries: Int[Array, "E 8"]
+    references: Int[Array, "R 2"]
     tiles: Int[Array, "tiles boxes"]
     first_part: Int[Array, "B+1"]
-    lse_at: Int[Array, "F"]
+    part_at: Int[Array, "F 2"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Capacity:
 
 def rows_per_entry(group: int) -> int:
     """The most rows of an entry: their heads fill the 64 rows of a tensor core tile."""
-    return min(ROWS, 64 // group)
+    return min(ROWS, PACKED // group)
 
 
 def num_workers(kv_heads: int, num_cores: int = 132) -> int:
@@ -141,19 +150,26 @@ def plan_decode(
     first_reference = np.cumsum(rows_of) - rows_of
     entry, place = spread(rows_of)
     source = first[item[entry]] + place
-    table = np.stack([row[source], turn[source], np.zeros_like(source)], 1)
+    table = np.stack([row[source], turn[source]], 1)
+    eights = np.where(flush, -(-rows_of * group // 8), 0)
+    results = 8 * (np.cumsum(eights) - eights)
     written = np.flatnonzero(flush[entry])
     written = written[_stable_order(table[written, 0])]
-    table[written, 2] = np.arange(len(written))
     parts = np.bincount(table[written, 0], minlength=num_rows)
+    within = place[written] * group
+    part_at = np.stack([results[entry[written]] + within, entry[written] * PACKED + within], 1)
+    entries = np.stack([cuts, count, valid, first_reference, rows_of, flush, fresh, results], 1)
+    bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
+    tile_pages = _tile_pages(runs, item_run, tiles, begin, total, page_size)
 
     work = HopperDecodeWork(
-        np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1).astype(np.int32),
-        np.stack([cuts, count, valid, first_reference, rows_of, flush, fresh], 1),
+        bounds.astype(np.int32),
+        _starts(bounds, entries, table, tile_pages),
+        entries,
         table,
-        _tile_pages(runs, item_run, tiles, begin, total, page_size),
+        tile_pages,
         np.append(0, np.cumsum(parts)).astype(np.int32),
-        entry[written] * ROWS + place[written],
+        part_at,
     )
     return _padded(work, capacity)
 
@@ -218,18 +234,39 @@ def _tile_pages(
     return runs.pages[np.repeat(runs.start[item_run], tiles)[:, None] + page] * parts + box % parts
 
 
+def _starts(
+    bounds: Int[np.ndarray, "W+1 2"],
+    entries: Int[np.ndarray, "E 8"],
+    references: Int[np.ndarray, "R 2"],
+    tiles: Int[np.ndarray, "tiles boxes"],
+) -> Int[np.ndarray, "W n"]:
+    """``HopperDecodeWork.starts``; of workers without entries nothing is read."""
+    workers = len(bounds) - 1
+    if not len(entries):
+        return np.zeros((workers, 1 + 2 * ROWS + START_TILES * tiles.shape[1]), np.int32)
+    entry = np.minimum(bounds[:-1, 0], len(entries) - 1)
+    reference = np.minimum(entries[entry, 3][:, None] + np.arange(ROWS), len(references) - 1)
+    tile = np.minimum(bounds[:-1, 1][:, None] + np.arange(START_TILES), len(tiles) - 1)
+    columns = (
+        entries[entry, 4][:, None],
+        references[reference].reshape(workers, -1),
+        tiles[tile].reshape(workers, -1),
+    )
+    return np.concatenate(columns, 1).astype(np.int32)
+
+
 def _padded(work: HopperDecodeWork, capacity: Capacity | None) -> HopperDecodeWork:
     # Of a table without any rows a kernel still reads the first.
     limits = capacity or Capacity(
         max(1, len(work.entries)),
         max(1, len(work.references)),
         max(1, len(work.tiles)),
-        max(1, len(work.lse_at)),
+        max(1, len(work.part_at)),
     )
     return work._replace(
         entries=padded(work.entries, "entries", limits.entries),
         # A worker reads the references of a whole entry, whatever its number of rows.
         references=padded(work.references, "references", limits.references, spare=ROWS),
         tiles=padded(work.tiles, "tiles", limits.tiles),
-        lse_at=padded(work.lse_at, "parts", limits.parts),
+        part_at=padded(work.part_at, "parts", limits.parts),
     )

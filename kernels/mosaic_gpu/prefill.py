@@ -22,14 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels.mosaic_gpu import prefill_plan as columns
-from lazyattn_jax.kernels.mosaic_gpu.merge import merge, padded_heads
+from lazyattn_jax.kernels.mosaic_gpu.merge import HEADS, merge
 from lazyattn_jax.kernels.mosaic_gpu.prefill_compute import compute
 from lazyattn_jax.kernels.mosaic_gpu.prefill_memory import bring
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
+    PACKED,
     TILE,
     HopperPrefillWork,
     padded_group,
-    rows_per_block,
 )
 from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import M, Shape
 from lazyattn_jax.kernels.mosaic_gpu.support import check_supported, check_work
@@ -89,16 +89,7 @@ def lazy_prefill(
     )
     out, lse = _partial_results(shape, q, k_pages, v_pages, turns, work, scale, interpret)
     if shape.split:
-        out = merge(
-            out,
-            lse,
-            work.first_part,
-            work.part_at,
-            num_heads=kv_heads * padded,
-            width=rows_per_block(group),
-            part_at=work.part_at,
-            interpret=interpret,
-        )
+        out = merge(out, lse, work.first_part, work.part_at, group=padded, interpret=interpret)
     if padded != group:
         out = out.reshape(num_rows, kv_heads, padded, head_dim)[:, :, :group]
     return out.reshape(num_rows, num_heads, head_dim)
@@ -113,21 +104,17 @@ def _partial_results(
     work: HopperPrefillWork,
     scale: float,
     interpret: Any,
-) -> tuple[Float[Array, "R N H"], Float[Array, "I K 128"]]:
-    """Results of query rows or, where items are split, of the rows of items."""
-    rows, num_heads, head_dim = q.shape
-    num_items = work.items.shape[0]
-    if shape.split:
-        rows = num_items * rows_per_block(shape.group)
-        num_heads = padded_heads(num_heads, head_dim)
+) -> tuple[Array, Float[Array, "I K W"]]:
+    """Results of query rows, [T N H], or, where items are split, of items, [K I*128 H]."""
+    num_items = work.items.shape[0] if shape.split else 1
+    # Merging reads a little past the last part.
+    results = (shape.kv_heads, num_items * PACKED + 8, shape.head_dim) if shape.split else q.shape
     angles = jnp.stack([turns.cos, turns.sin], 1)  # [U 2 H/2]
     kernel = plgpu.kernel(
         functools.partial(_block, shape, scale * math.log2(math.e)),
         out_type=(
-            jax.ShapeDtypeStruct((rows, num_heads, head_dim), q.dtype),
-            jax.ShapeDtypeStruct(
-                (num_items if shape.split else 1, shape.kv_heads, 2 * M), jnp.float32
-            ),
+            jax.ShapeDtypeStruct(results, q.dtype),
+            jax.ShapeDtypeStruct((num_items, shape.kv_heads, PACKED + HEADS), jnp.float32),
         ),
         scratch_types=_scratch(shape, q.dtype),
         grid=(work.worker_entries.shape[0],),

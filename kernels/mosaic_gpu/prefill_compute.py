@@ -16,7 +16,6 @@ from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import M, Shape
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _LOWEST = -1e30
 """Stands for minus infinity where a difference of two is taken."""
 
@@ -155,16 +154,28 @@ def compute(
 
 
 def _turn(shape: Shape, scale: float, queries, angles, turned):
-    """Turns the queries of a warpgroup and scales them, as two halves (kernels/rotary.py)."""
+    """Turns the queries of a warpgroup and scales them, as two halves (kernels/rotary.py).
+
+    Sixteen bytes a thread along the rows: rows of the matrix products' layout would meet in the
+    same banks of shared memory.
+    """
     half = shape.head_dim // 2
+    layout = plgpu.Layout.SMEM_GMEM_COPY((M, half), queries.dtype, 2 * half)
     if shape.interpret:  # knows no reshaped references
         x = queries[...].reshape(M, shape.head_dim)
+        x1, x2 = x[:, :half], x[:, half:]
     else:
-        x = plgpu.load(queries.reshape(M, shape.head_dim), layout=_WGMMA, optimized=False)
-    x1, x2 = (x[:, i * half : (i + 1) * half].astype(jnp.float32) * scale for i in range(2))
+        rows = queries.reshape(M, shape.head_dim)
+        x1, x2 = (
+            plgpu.load(rows.at[:, pl.ds(i * half, half)], layout=layout, optimized=False)
+            for i in range(2)
+        )
+    x1, x2 = x1.astype(jnp.float32) * scale, x2.astype(jnp.float32) * scale
     if shape.rotate:
         cos, sin = (
-            lax.broadcast_in_dim(plgpu.load(angles.at[i], layout=_COLUMN), x1.shape, [1])
+            lax.broadcast_in_dim(
+                plgpu.load(angles.at[i], layout=layout.reduce(0), optimized=False), x1.shape, [1]
+            )
             for i in range(2)
         )
         x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
@@ -192,17 +203,20 @@ def _silence(shape: Shape, me, v_tile, valid, silenced):
         plgpu.barrier_wait(silenced)
 
 
-def _write(shape: Shape, me, acc, m, total, results, out_ref, lse_ref, dest, num_rows, item, head):
+def _write(shape: Shape, me, acc, m, total, results, out_ref, lse_ref, row, num_rows, item, head):
     """Writes out the rows of a warpgroup."""
-    if shape.split:
-        lse_ref[item, head, pl.ds(me * M, M)] = m + jnp.log2(total)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     share = 1.0 / jnp.maximum(total, 1e-30)
     out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(results.dtype)
     results[...] = out
     plgpu.commit_smem()
+    if shape.split:
+        lse_ref[item, head, pl.ds(me * M, M)] = m + jnp.log2(total)
+        there = pl.ds(pl.multiple_of(item * columns.PACKED + me * M, M), M)
+        plgpu.copy_smem_to_gmem(results, out_ref.at[head, there])
+        return
     heads = pl.ds(head * shape.group, shape.group)
-    first, count = dest + me * shape.tokens, num_rows - me * shape.tokens
+    first, count = row + me * shape.tokens, num_rows - me * shape.tokens
 
     @pl.loop(0, jnp.minimum(count, shape.tokens))
     def _(token):

@@ -73,7 +73,7 @@ def bring(
 
         def go(items_done, entries_done, tiles_done):
             item, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
-            row, num_rows, dest, first_entry, num_entries = (items_ref[item, c] for c in range(5))
+            row, num_rows, first_entry, num_entries = (items_ref[item, c] for c in range(4))
 
             @pl.when(items_done > 0)
             def _():
@@ -104,7 +104,7 @@ def bring(
                 is_first = (e == 0).astype(jnp.int32)
                 is_last = (e == num_entries - 1).astype(jnp.int32)
                 values = (num_plain, is_first, is_last, num_tiles, limit, causal, skip)
-                for c, value in enumerate((*values, dest, num_rows, item, head)):
+                for c, value in enumerate((*values, row, num_rows, item, head)):
                     scalars[slot, c] = value
                 plgpu.copy_gmem_to_smem(angles_ref.at[turn], angles.at[slot], entry_full.at[slot])
                 plgpu.barrier_arrive(entry_full.at[slot])

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 TILE = 128
 """Slots that the kernel attends to at once."""
 
+PACKED = 128
+"""Rows of a block: query rows times heads of a padded group."""
+
+MOST_PIECES = 16
+"""The most pieces of a block."""
+
+ROUNDS = 3
+"""Items a worker up to which cutting blocks into more pieces is tried."""
+
 SCALARS = 11
 """What the memory warpgroup hands to the others for an entry."""
 
@@ -31,25 +40,25 @@ SCALARS = 11
 class HopperPrefillWork(NamedTuple):
     """Items of one step; see the module.
 
-    Columns of ``items``: first query row, number of query rows, where its results go, first entry,
-    number of entries. Columns of ``entries``: first tile, number of tiles, how many of these every
-    row sees in full, slots of the run from the first tile on, the causal bound of row 0 from there
-    on, rows before the first that sees the run at all, turn. ``tiles`` holds the pages of a tile.
+    Columns of ``items``: first query row, number of query rows, first entry, number of entries.
+    Columns of ``entries``: first tile, number of tiles, how many of these every row sees in full,
+    slots of the run from the first tile on, the causal bound of row 0 from there on, rows before
+    the first that sees the run at all, turn. ``tiles`` holds the pages of a tile.
     ``worker_entries`` says how many entries a worker goes through.
 
-    Where items are cut into pieces, item ``i`` writes its results from row ``i * rows of a block``
-    of a buffer of its own on, and query row ``t`` has the partial results ``part_at[f]`` for ``f``
-    from ``first_part[t]`` to before ``first_part[t + 1]``. Otherwise ``part_at`` is empty and
-    results go to their query rows.
+    Where items are cut into pieces, each has ``PACKED`` rows of a buffer for its results, and query
+    row ``t`` has the partial results ``part_at[f]``, see ``merge.merge``, for ``f`` from
+    ``first_part[t]`` to before ``first_part[t + 1]``. Otherwise ``part_at`` is empty and results go
+    to their query rows.
     """
 
     num_items: Int[Array, "1"]
     worker_entries: Int[Array, "W"]
-    items: Int[Array, "I 5"]
+    items: Int[Array, "I 4"]
     entries: Int[Array, "E 7"]
     tiles: Int[Array, "tiles boxes"]
     first_part: Int[Array, "T+1"]
-    part_at: Int[Array, "F"]
+    part_at: Int[Array, "F 2"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,16 @@ def padded_group(group: int) -> int:
 
 def rows_per_block(group: int) -> int:
     """Tokens of a block: their packed heads fill the rows of two warpgroups."""
-    return 128 // padded_group(group)
+    return PACKED // padded_group(group)
+
+
+def most_pieces(num_rows: int, group: int, kv_heads: int, workers: int) -> int:
+    """Into how many pieces the blocks of a step of so many query rows may be cut.
+
+    One, where the blocks all but fill the chip: merging then costs more than cutting brings.
+    """
+    blocks = -(-num_rows // rows_per_block(group))
+    return MOST_PIECES if blocks * kv_heads <= workers * 3 // 4 else 1
 
 
 def plan_prefill(
@@ -105,10 +123,7 @@ def plan_prefill(
     first_row, block_rows = _blocks(references, num_rows, size)
     block, entries, run = _entries(references, runs, first_row, block_rows)
     cost = np.bincount(block, entries[:, 1], len(first_row)).astype(np.int64)
-    pieces = np.ones(len(first_row), np.int64)
-    if most_pieces > 1:
-        enough = max(1, -(-int(cost.sum()) * kv_heads // workers))
-        pieces = np.clip(-(-cost // enough), 1, most_pieces)
+    pieces = _pieces(cost, kv_heads, workers, most_pieces)
     block, piece, entries, run = _cut(block, entries, run, cost, pieces)
 
     # Items, longest first: their blocks, pieces and entries.
@@ -126,14 +141,13 @@ def plan_prefill(
 
     tiles = _tile_pages(runs, run, entries, page_size)
     entries[:, 0] = np.cumsum(entries[:, 1]) - entries[:, 1]
-    dest = np.arange(len(order)) * size if most_pieces > 1 else first_row[item_block]
     items = np.stack(
-        [first_row[item_block], block_rows[item_block], dest, np.cumsum(count) - count, count], 1
+        [first_row[item_block], block_rows[item_block], np.cumsum(count) - count, count], 1
     )
     if most_pieces > 1:
-        first_part, part_at = _parts(items, num_rows)
+        first_part, part_at = _parts(items, num_rows, padded_group(group))
     else:
-        first_part, part_at = np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
+        first_part, part_at = np.zeros(num_rows + 1, np.int32), np.zeros((0, 2), np.int32)
     work = HopperPrefillWork(
         np.array([len(items)], np.int32),
         _worker_entries(count, kv_heads, workers),
@@ -195,6 +209,36 @@ def _entries(
     return block[order], columns[order], np.append(references.run[ref], 0 * idle)[order]
 
 
+def _pieces(
+    cost: Int[np.ndarray, "blocks"], kv_heads: int, workers: int, most_pieces: int
+) -> Int[np.ndarray, "blocks"]:
+    """Pieces to cut each block into, so that the busiest worker ends as early as can be."""
+    pieces = best = np.ones(len(cost), np.int64)
+    least = _longest(cost, pieces, kv_heads, workers)
+    for count in range(2, most_pieces + 1):
+        if pieces.sum() * kv_heads > ROUNDS * workers:
+            break
+        pieces = np.maximum(1, -(-cost * count // max(1, cost.max(initial=0))))
+        longest = _longest(cost, pieces, kv_heads, workers)
+        if longest < least:
+            least, best = longest, pieces
+    return best
+
+
+def _longest(
+    cost: Int[np.ndarray, "blocks"],
+    pieces: Int[np.ndarray, "blocks"],
+    kv_heads: int,
+    workers: int,
+) -> int:
+    """Tiles of the busiest worker; each item takes a tile's time for its start and its end."""
+    items = np.repeat(-(-cost // pieces) + 1, pieces)
+    line = np.repeat(np.sort(items)[::-1], kv_heads)
+    rounds = np.append(line, np.zeros(-len(line) % workers, np.int64)).reshape(-1, workers)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return int(rounds.sum(0).max())
+
+
 def _cut(
     block: np.ndarray, entries: np.ndarray, run: np.ndarray, cost: np.ndarray, pieces: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -242,15 +286,15 @@ def _tile_pages(runs: Runs, run: np.ndarray, entries: np.ndarray, page_size: int
 
 
 def _parts(
-    items: Int[np.ndarray, "I 5"], num_rows: int
-) -> tuple[Int[np.ndarray, "T+1"], Int[np.ndarray, "F"]]:
-    """Where the partial results of each query row are."""
-    first_row, rows, dest = items[:, 0], items[:, 1], items[:, 2]
-    item, within = spread(rows)
-    row, place = first_row[item] + within, dest[item] + within
+    items: Int[np.ndarray, "I 4"], num_rows: int, group: int
+) -> tuple[Int[np.ndarray, "T+1"], Int[np.ndarray, "F 2"]]:
+    """Where the partial results of each query row are, and their log-sum-exps: in step."""
+    item, within = spread(items[:, 1])
+    row, place = items[item, 0] + within, item * PACKED + within * group
     order = np.argsort(row, kind="stable")
     first_part = np.append(0, np.cumsum(np.bincount(row, minlength=num_rows)))
-    return first_part.astype(np.int32), place[order].astype(np.int32)
+    place = place[order].astype(np.int32)
+    return first_part.astype(np.int32), np.stack([place, place], 1)
 
 
 def _worker_entries(count: np.ndarray, kv_heads: int, workers: int) -> np.ndarray:
