@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels import reference, xla
 from lazyattn_jax.kernels.mosaic_gpu import attention as mosaic_gpu
-from lazyattn_jax.kernels.mosaic_gpu.support import check_device, check_proven, check_supported
+from lazyattn_jax.kernels.mosaic_gpu.support import check_device, check_supported
 from lazyattn_jax.kernels.work import Turns, Works
 
 Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
@@ -64,7 +64,6 @@ def choose(
     try:
         check_device(device)
         check_supported(dtype, head_dim, page_size, group)
-        check_proven(head_dim)
     except NotImplementedError as reason:
         if implementation == "mosaic_gpu":
             raise NotImplementedError(f"attention mosaic_gpu cannot be used: {reason}") from None

@@ -149,8 +149,8 @@ def _scratch(shape: Shape, dtype: jnp.dtype) -> dict[str, Any]:
         "v_free": plgpu.Barrier(num_arrivals=2, **per_stage),
         "entry_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "entry_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "queries_full": plgpu.Barrier(num_arrivals=2),
-        "queries_free": plgpu.Barrier(num_arrivals=2),
+        # One object: the addresses of two would be spilled with small pages.
+        "query_barriers": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "schedule": plgpu.Barrier(num_arrivals=2),
         "silenced": plgpu.Barrier(num_arrivals=2),
     }

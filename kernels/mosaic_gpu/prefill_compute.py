@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lazyattn_jax.kernels.mosaic_gpu import prefill_plan as columns
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import TILE
-from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import M, Shape
+from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import FREE, FULL, M, Shape
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -41,8 +41,7 @@ def compute(
     v_free,
     entry_full,
     entry_free,
-    queries_full,
-    queries_free,
+    query_barriers,
     schedule,
     silenced,
     weights=None,
@@ -113,13 +112,13 @@ def compute(
 
         @pl.when(is_first == 1)
         def _():
-            plgpu.barrier_wait(queries_full)
+            plgpu.barrier_wait(query_barriers.at[FULL])
 
         _turn(shape, scale, queries.at[me], angles.at[slot], turned)
 
         @pl.when(scalars[slot, 2] == 1)
         def _():
-            plgpu.barrier_arrive(queries_free)
+            plgpu.barrier_arrive(query_barriers.at[FREE])
 
         acc = jnp.where(jnp.full_like(acc, is_first, jnp.int32) == 1, 0.0, acc)
         anew = jnp.full_like(m, is_first, jnp.int32) == 1
@@ -136,6 +135,12 @@ def compute(
         visible = jnp.where(token >= skip, visible, 0)
         masked = functools.partial(attend, visible, limit)
         acc, m, total, tiles_done = lax.fori_loop(num_plain, num_tiles, masked, carry)
+
+        @pl.when(num_tiles == 0)
+        def _():
+            # As for a tile: the other warpgroup may wait for its turn at the tile before.
+            take_turn()
+            take_turn()
 
         @pl.when(scalars[slot, 2] == 1)
         def _():

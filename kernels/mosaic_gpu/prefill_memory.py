@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import Shape
+from lazyattn_jax.kernels.mosaic_gpu.prefill_shape import FREE, FULL, Shape
 
 
 def bring(
@@ -32,8 +32,7 @@ def bring(
     v_free,
     entry_full,
     entry_free,
-    queries_full,
-    queries_free,
+    query_barriers,
     **_unused,
 ):
     """Brings everything that the block's entries need, in order."""
@@ -77,7 +76,7 @@ def bring(
 
             @pl.when(items_done > 0)
             def _():
-                plgpu.barrier_wait(queries_free)
+                plgpu.barrier_wait(query_barriers.at[FREE])
 
             for w in range(2):
                 plgpu.copy_gmem_to_smem(
@@ -86,7 +85,7 @@ def bring(
                         pl.ds(head * shape.group, shape.group),
                     ],
                     queries.at[w],
-                    queries_full,
+                    query_barriers.at[FULL],
                 )
 
             def one_entry(e, carry):
@@ -143,7 +142,7 @@ def bring(
 
     @pl.when(items > 0)
     def _():
-        plgpu.barrier_wait(queries_free)
+        plgpu.barrier_wait(query_barriers.at[FREE])
 
     for back in range(2):
 

@@ -9,6 +9,9 @@ from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import TILE
 M = 64
 """Rows of a warpgroup."""
 
+FULL, FREE = 0, 1
+"""The query barriers: queries have come, and they have been used up."""
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -29,18 +29,6 @@ def check_device(device: jax.Device) -> None:
         raise NotImplementedError(f"device {kind}{version}; runs on NVIDIA Hopper GPUs (9.0)")
 
 
-def check_proven(head_dim: int) -> None:
-    """Raises ``NotImplementedError`` for what has not been seen to be right on a card.
-
-    The kernels themselves take it, so that ``tests/gpu`` can prove it.
-    """
-    if head_dim == 64:
-        raise NotImplementedError(
-            "head_dim 64: decode gave wrong results on an H200, and its correction has only been "
-            "tried without a GPU so far"
-        )
-
-
 def check_work(
     first_part: jax.Array, num_rows: int, tiles: jax.Array, page_size: int, boxes: int
 ) -> None:

@@ -173,7 +173,7 @@ def random_prefill(seed: int, **options) -> Case:
             for _ in range(int(rng.choice([0, rng.integers(1, 6)])))
         ]
         requests.append((new, int(rng.choice([0, rng.integers(0, 400)])), documents))
-    return prefill_case(seed, requests, padding=int(rng.integers(0, 40)), **options)
+    return prefill_case(seed, requests, padding=int(rng.integers(0, 400)), **options)
 
 
 def error(out, expected) -> float:

@@ -45,7 +45,6 @@ def test_a_named_implementation_is_kept():
         (AMPERE, {}, "NVIDIA A100, compute capability 8.0; runs on NVIDIA Hopper"),
         (HOPPER, {"dtype": jnp.float32}, "dtype float32; takes bfloat16 and float16"),
         (HOPPER, {"head_dim": 96}, "head_dim 96; takes 64 and 128"),
-        (HOPPER, {"head_dim": 64}, "head_dim 64: decode gave wrong results"),
         (HOPPER, {"page_size": 8}, "page size 8; takes 16, 32, 64 and 128"),
         (HOPPER, {"group": 32}, "32 query heads a KV head; takes up to 16"),
     ],

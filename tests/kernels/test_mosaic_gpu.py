@@ -204,6 +204,14 @@ def test_prefill(options):
     check(lazy_prefill, case, prefill_work(case))
 
 
+def test_blocks_of_padding_follow_one_another():
+    """The warpgroups take turns at tiles, and such blocks have none."""
+    case = prefill_case(0, [(3, 0, [(20, 0)])], padding=150, group=4, head_dim=64)
+    work = prefill_work(case, workers=1)
+    assert np.count_nonzero(work.entries[:, 1] == 0) > 2
+    check(lazy_prefill, case, work)
+
+
 SPLIT = {
     "question": {
         "requests": [(10, 30, [(200, 0), (300, 0)])],

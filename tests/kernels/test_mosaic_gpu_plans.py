@@ -106,7 +106,7 @@ def prefill_steps(draw: st.DrawFn) -> Step:
 
 def item_tiles(work, item):
     """(entry's columns, tile of the entry, pages) of an item, in order."""
-    first, count = work.items[item, 3:]
+    first, count = work.items[item, 2:]
     for entry in work.entries[first : first + count]:
         for tile in range(entry[1]):
             yield entry, tile, work.tiles[entry[0] + tile]
@@ -143,7 +143,7 @@ def entries_by_worker(work, kv_heads: int, workers: int) -> np.ndarray:
             if pair < taken.size:
                 item = pair // kv_heads
                 taken[item, pair % kv_heads] += 1
-                entries[worker] += work.items[item, 4]
+                entries[worker] += work.items[item, 3]
     assert (taken == 1).all()
     return entries
 
@@ -168,7 +168,7 @@ def check_prefill(step: Step, kv_heads: int, workers: int, most_pieces: int) -> 
     np.testing.assert_array_equal(prefill_listed(step, work), step.named())
 
     items = work.items[: work.num_items[0]]
-    row, num_rows, dest, first, count = items.T
+    row, num_rows, first, count = items.T
     size = rows_per_block(step.group)
     assert ((num_rows >= 1) & (num_rows <= size)).all()
     # The kernel goes through the entries of an item one after the other, at least one.
@@ -179,18 +179,20 @@ def check_prefill(step: Step, kv_heads: int, workers: int, most_pieces: int) -> 
     assert (np.diff(tiles) <= 0).all()
 
     made = [[] for _ in range(step.num_rows)]
-    for a, n, d in zip(row, num_rows, dest, strict=True):
+    group = prefill_plan.padded_group(step.group)
+    for item, (a, n) in enumerate(zip(row, num_rows, strict=True)):
         for r in range(n):
-            made[a + r].append(int(d) + r)
+            made[a + r].append(item * prefill_plan.PACKED + r * group)
     pieces = np.array([len(x) for x in made])
     if most_pieces == 1:
-        assert made == [[r] for r in range(step.num_rows)]
-        assert work.part_at.shape == (0,)
+        assert (pieces == 1).all()
+        assert work.part_at.shape == (0, 2)
     else:
         assert ((pieces >= 1) & (pieces <= most_pieces)).all()
-        np.testing.assert_array_equal(dest, np.arange(len(items)) * size)
         np.testing.assert_array_equal(work.first_part, np.append(0, np.cumsum(pieces)))
-        listed = np.split(work.part_at, work.first_part[1:-1])
+        # Results and their log-sum-exps are numbered alike.
+        np.testing.assert_array_equal(work.part_at[:, 0], work.part_at[:, 1])
+        listed = np.split(work.part_at[:, 0], work.first_part[1:-1])
         assert [sorted(x) for x in listed] == [sorted(x) for x in made]
         for block in np.unique(row):
             assert np.ptp(tiles[row == block]) <= 1
@@ -279,7 +281,7 @@ def test_prefill_capacity(most_pieces):
     needed = {name: len(table) for name, table in sizes.items()}
     if most_pieces == 1:
         # Results go to their rows: no room for parts is needed.
-        assert plan(prefill_plan.Capacity(**needed, parts=0)).part_at.shape == (0,)
+        assert plan(prefill_plan.Capacity(**needed, parts=0)).part_at.shape == (0, 2)
     else:
         just_fits(plan, prefill_plan.Capacity, {**needed, "parts": len(work.part_at)})
 
@@ -316,17 +318,21 @@ def decode_listed(step: Step, work) -> np.ndarray:
     """
     seen, valid = np.zeros_like(step.named()), step.valid()
     width, box = rows_per_entry(step.group), min(decode_plan.TILE, step.page_size)
-    written = np.full(len(work.lse_at), -1)
+    written: dict[tuple[int, int], int] = {}
+    taken = set()
+    check_starts(work)
     for (begin, tile), (end, stop) in zip(work.workers[:-1], work.workers[1:], strict=True):
         running = None
         for entry in range(begin, end):
             columns = work.entries[entry]
-            first_tile, num_tiles, last_valid, first_reference, num_rows, flush, fresh = columns
+            first_tile, num_tiles, last_valid, first_reference, num_rows, flush, fresh, results = (
+                columns
+            )
             assert first_tile == tile
             assert 1 <= num_rows <= width
             # The kernel reads as many references as an entry can have.
             assert first_reference + width <= len(work.references)
-            rows, turns, parts = work.references[first_reference:][:num_rows].T
+            rows, turns = work.references[first_reference:][:num_rows].T
             assert fresh == (running is None)
             assert fresh or running == rows.tolist()
             for i in range(num_tiles):
@@ -341,16 +347,41 @@ def decode_listed(step: Step, work) -> np.ndarray:
             running = rows.tolist()
             if flush:
                 running = None
-                assert (written[parts] == -1).all()
-                written[parts] = rows
-                for r, part in enumerate(parts):
-                    assert work.lse_at[part] == entry * decode_plan.ROWS + r
+                # Written in eights, which no other entry may touch.
+                eights = set(range(results, results + num_rows * step.group, 8))
+                assert results % 8 == 0
+                assert not eights & taken
+                taken |= eights
+                for r, row in enumerate(rows.tolist()):
+                    at = r * step.group
+                    written[results + at, entry * decode_plan.PACKED + at] = row
         assert running is None
         assert tile == stop
     made = np.diff(work.first_part)
-    np.testing.assert_array_equal(written[: made.sum()], np.repeat(np.arange(step.num_rows), made))
-    assert (written[made.sum() :] == -1).all()
+    listed = [tuple(place) for place in work.part_at[: made.sum()].tolist()]
+    assert [written.pop(place) for place in listed] == np.repeat(range(len(made)), made).tolist()
+    assert not written
+    most = len(work.part_at) * -(-step.group // 8) * 8
+    assert max(taken, default=0) + 8 <= most or not taken
     return seen
+
+
+def check_starts(work) -> None:
+    """What a worker starts with is what its first entry, references and tiles say."""
+    boxes = work.tiles.shape[1]
+    for worker, start in enumerate(work.starts):
+        begin, tile = work.workers[worker]
+        end, stop = work.workers[worker + 1]
+        if begin == end:
+            continue
+        first_reference, num_rows = work.entries[begin, 3:5]
+        assert start[0] == num_rows
+        references = start[1 : 1 + 2 * decode_plan.ROWS].reshape(-1, 2)
+        expected = work.references[first_reference : first_reference + num_rows]
+        np.testing.assert_array_equal(references[:num_rows], expected)
+        pages = start[1 + 2 * decode_plan.ROWS :].reshape(-1, boxes)
+        count = min(len(pages), stop - tile)
+        np.testing.assert_array_equal(pages[:count], work.tiles[tile : tile + count])
 
 
 def tiles_of(step: Step) -> np.ndarray:
@@ -454,7 +485,7 @@ def test_decode_capacity():
         "entries": len(work.entries),
         "references": len(work.references) - decode_plan.ROWS,
         "tiles": len(work.tiles),
-        "parts": len(work.lse_at),
+        "parts": len(work.part_at),
     }
     just_fits(plan, decode_plan.Capacity, needed)
 
