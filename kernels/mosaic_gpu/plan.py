@@ -136,7 +136,11 @@ def plan_decode(
 
     # Entries: the line of tiles cut where items start and where workers start.
     worker_begin = (np.arange(workers + 1) * total) // workers
-    cuts = np.unique(np.concatenate([begin, worker_begin[:-1]])) if total else begin
+    cuts = begin
+    if total:
+        # Two sorted lines: sorting them stably is merging them, several times faster than unique.
+        cuts = np.sort(np.concatenate([begin, worker_begin[:-1]]), kind="stable")
+        cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     count = np.diff(cuts, append=total)
     item = np.searchsorted(begin, cuts, side="right") - 1
     worker = np.searchsorted(worker_begin, cuts, side="right")
