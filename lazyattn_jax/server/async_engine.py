@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lazyattn_jax.engine.engine import Engine, Output
-from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.llm import Usage
 from lazyattn_jax.server.errors import EngineFault, EngineUnavailable
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
-from lazyattn_jax.engine.request import RequestError, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import RequestError
 
 MAX_N = 16
 MAX_PROMPTS = 1024

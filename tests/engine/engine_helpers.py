@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazyattn_jax.engine.engine import Engine
-from lazyattn_jax.engine.request import DocumentPiece, SamplingParams
-from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import DocumentPiece
+from lazyattn_jax.engine.runs import Request, State
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
@@ -21,16 +22,13 @@ class EngineUnderTest(Engine):
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.logits: dict[str, list[np.ndarray]] = {}
-        inner = self._runner._run
 
-        def run(prefill, plan, rows, requests):
-            result = inner(prefill, plan, rows, requests)
-            logits = np.asarray(result.logits)
-            for i, request in enumerate(requests):
+    def _read(self, step):
+        logits = np.asarray(step.result.logits)
+        for i, request in enumerate(step.requests):
+            if request.state is not State.FINISHED:
                 self.logits.setdefault(request.id, []).append(logits[i])
-            return result
-
-        self._runner._run = run
+        return super()._read(step)
 
     def run(self, *prompts, params=GREEDY, **options) -> list[Request]:
         """Computes prompts as one batch, to the end."""
