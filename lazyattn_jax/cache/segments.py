@@ -153,6 +153,11 @@ class SegmentIndex:
         """Gives private pages back."""
         self._allocator.free(pages)
 
+    def discard(self, key: bytes) -> None:
+        """Evicts a segment if it is here and not pinned."""
+        if key in self._unpinned:
+            self._evict(key)
+
     def clear(self) -> None:
         """Evicts every segment that is not pinned."""
         for key in list(self._unpinned):

@@ -145,7 +145,7 @@ class Engine:
             max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_tokens=ends.union(params.stop_token_ids),
-            deadline=math.inf if timeout is None else time.monotonic() + timeout,
+            timeout=math.inf if timeout is None else timeout,
         )
         self._streams[request_id] = (request, TextStream(self.loaded.tokenizer, params.stop))
         if timeout is not None:
@@ -193,7 +193,7 @@ class Engine:
         scores = self._score(chunks, result)
         owners = [c.owner for c in chunks if c.samples and isinstance(c.owner, Request)]
         self.scheduler.finish_prefill(chunks)
-        self._steps.append(Step(result, owners, scores))
+        self._steps.append(Step(result, chunks, owners, scores))
         self._prefill_next = False
         return True
 
@@ -201,9 +201,10 @@ class Engine:
         requests = self.scheduler.schedule_decode()
         if not requests:
             return False
+        chunks = [Chunk(r.run, len(r.run.tokens) - 1, 1, r) for r in requests]
         result = self._runner.decode(requests)
         self.scheduler.finish_decode(requests)
-        self._steps.append(Step(result, requests))
+        self._steps.append(Step(result, chunks, requests))
         self._prefill_next = True
         return True
 
@@ -237,6 +238,8 @@ class Engine:
         if any(r.params.logprobs is not None for r in step.requests):
             logprobs = read_logprobs([step.result.logprobs], tokens[: len(step.requests)])
         outputs = []
+        for owner, at in step.unsound():
+            outputs += self._end(self.scheduler.spoil(owner, at), "error")
         for i, (request, token) in enumerate(zip(step.requests, tokens, strict=False)):
             if request.state is not State.FINISHED:
                 request.first_token_at = request.first_token_at or now
@@ -246,8 +249,7 @@ class Engine:
 
     def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Output:
         if token < 0:
-            self.abort(request.id)
-            return Output(request, "", (), "error")
+            return self._end([request], "error")[0]
         self.scheduler.fill(request, token)
         _, stream = self._streams[request.id]
         text, reason = "", None

@@ -138,7 +138,7 @@ class Request:
       max_tokens: tokens to generate at most.
       seed: of its random numbers.
       stop_tokens: tokens that end its output.
-      deadline: when it has to be finished, by ``time.monotonic``.
+      timeout: seconds from now on in which it has to be finished.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Request:
         max_tokens: int,
         seed: int,
         stop_tokens: frozenset[int] = frozenset(),
-        deadline: float = math.inf,
+        timeout: float = math.inf,
     ) -> None:
         self.id = request_id
         self.layout = layout
@@ -158,7 +158,6 @@ class Request:
         self.max_tokens = max_tokens
         self.seed = seed
         self.stop_tokens = stop_tokens
-        self.deadline = deadline
         self.state = State.WAITING
         self.seat = -1  # on the device, while it is admitted
         # Other answers to the same prompt: they wait until its text is there to be shared.
@@ -167,6 +166,7 @@ class Request:
         self.num_generated = 0
         self.num_preemptions = 0
         self.arrived_at = time.monotonic()
+        self.timeout = timeout
         self.first_token_at: float | None = None
         # Set on first admission: what of the prompt did not have to be computed for this request.
         self.cached_tokens: int | None = None
@@ -196,6 +196,11 @@ class Request:
     def num_sampled(self) -> int:
         """Generated tokens, with those that are not known yet."""
         return self.num_generated + self.run.pending
+
+    @property
+    def deadline(self) -> float:
+        """When it has to be finished, by ``time.monotonic``."""
+        return self.arrived_at + self.timeout
 
     def pins(self) -> list[Segment]:
         """All pins held, in the order to give them back: what others share least comes first."""

@@ -326,6 +326,35 @@ class Scheduler:
         if request.state is State.DECODE:
             self._publish_full_pages(request)
 
+    def spoil(self, owner: EncodeJob | Request, at: int) -> list[Request]:
+        """Takes note that a token's KV is unusable: not finite, and not in the pool.
+
+        Ends all requests that see it, and forgets the segments that hold it or what saw it.
+
+        Args:
+          owner: of the run.
+          at: the token of the run.
+
+        Returns:
+          The requests that have been ended.
+        """
+        page = at // self.limits.page_size
+        if isinstance(owner, Request):
+            for full in range(page, owner.run.num_known // self.limits.page_size):
+                self._extend_stream_keys(owner, full)
+            keys, direct = owner.stream_keys[page:], [owner]
+        else:
+            keys = list(owner.page_keys[page:]) or [owner.key]
+            direct = list(owner.waiters)
+        lost = set(keys)
+        ended = [r for r in direct if r.state is not State.FINISHED]
+        ended += [r for r in self.active if r not in ended and any(s.key in lost for s in r.pins())]
+        for request in ended:
+            self.finish(request)
+        for key in keys[::-1]:
+            self.index.discard(key)
+        return ended
+
     def _items_of(self, run: TokenRun) -> int:
         items_for = self.limits.items_for
         return items_for(len(run.pages)) + sum(items_for(len(p.pages)) for p in run.context)

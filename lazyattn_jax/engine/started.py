@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyattn_jax.engine.runs import Request, TokenLogprobs
+from lazyattn_jax.engine.runs import Chunk, EncodeJob, Request, TokenLogprobs
 from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.step import StepResult
 
@@ -30,11 +30,25 @@ class Scores:
 
 @dataclass(frozen=True)
 class Step:
-    """A step, the requests that it chooses a token for, and what it scores."""
+    """A step, what it computes, the requests that it chooses a token for, and what it scores."""
 
     result: StepResult
+    chunks: list[Chunk]
     requests: list[Request]
     scores: Scores | None = None
+
+    def unsound(self) -> list[tuple[EncodeJob | Request, int]]:
+        """Whose tokens came out unusable, with the first of them. Waits for the step."""
+        sound = np.asarray(self.result.sound)
+        if sound.all():
+            return []
+        found, row = [], 0
+        for chunk in self.chunks:
+            (bad,) = np.nonzero(~sound[row : row + chunk.count])
+            if len(bad):
+                found.append((chunk.owner, chunk.start + int(bad[0])))
+            row += chunk.count
+        return found
 
 
 def read_logprobs(parts: Sequence[Logprobs], tokens: Sequence[int]) -> list[TokenLogprobs]:

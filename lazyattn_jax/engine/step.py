@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import LayerKV, write
 from lazyattn_jax.engine.inputs import StepInputs
@@ -26,13 +26,15 @@ SCORED_ROWS = 64
 class StepResult(NamedTuple):
     """What a step has chosen; all of it is on the device and may not be there yet.
 
-    A token of -1 means that the row's logits are not all finite.
+    ``sound`` is false for rows that came out with a number that is not finite, or would have put
+    one into the pool. A token of -1 means that its row is not sound, or its logits not finite.
     """
 
     tokens: Int[Array, "B"]
     logits: Float[Array, "B V"]
     logprobs: Logprobs
     hidden: Float[Array, "T D"]
+    sound: Bool[Array, "T"]
 
 
 def step(
@@ -51,7 +53,14 @@ def step(
     choices = inputs.choices
     seat = choices.adjustments.seat
 
+    sound = []
+
     def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
+        # The pool must stay finite: a weight of 0 does not silence a NaN, so it would get into
+        # whatever shares a block with its request.
+        finite = jnp.isfinite(k).all(axis=(1, 2)) & jnp.isfinite(v).all(axis=(1, 2))
+        sound.append(finite)
+        k, v = (jnp.where(finite[:, None, None], x, 0) for x in (k, v))
         kv = write(kv, k, v, inputs.slots)
         options: dict[str, Any] = {"scale": scale, "implementation": attention}
         if prefill:
@@ -73,9 +82,10 @@ def step(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(wanted, logits, token)
     )
     logprobs = lax.cond(choices.logprobs, lambda: wanted(logits, token), lambda: nothing)
-    finite = jnp.isfinite(logits).all(axis=-1)
-    chosen = jnp.where(finite, token, -1)
-    return StepResult(chosen, logits, logprobs, hidden), pool, remember(seats, seat, token)
+    rows = reduce(jnp.logical_and, sound, jnp.isfinite(hidden).all(axis=-1))
+    usable = rows[choices.sampled] & jnp.isfinite(logits).all(axis=-1)
+    chosen = jnp.where(usable, token, -1)
+    return StepResult(chosen, logits, logprobs, hidden, rows), pool, remember(seats, seat, token)
 
 
 def score(

@@ -61,6 +61,22 @@ class EngineUnderTest(Engine):
         assert all(segment.pins == 0 for segment in index.segments())
 
 
+def adjusted_logits(logits, prompt, output, bias, repetition, presence, frequency, banned):
+    """Adjusted logits of one request in float64, rule by rule and token by token."""
+    out = logits.astype(np.float64)
+    for token, value in bias.items():
+        out[token] += value
+    for token in {*prompt, *output}:
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+    for token in set(output):
+        out[token] -= presence
+    for token in output:
+        out[token] -= frequency
+    for token in banned:
+        out[token] = -np.inf
+    return out
+
+
 def document(seed: int, length: int) -> DocumentPiece:
     return DocumentPiece(text(seed, length), f"document {seed}")
 

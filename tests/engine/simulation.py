@@ -76,8 +76,21 @@ class Counts:
 
     finished: int = 0
     cancelled: int = 0
+    spoiled: int = 0  # requests that ended because of KV that was not finite
     thrown_away: int = 0  # tokens chosen for requests that had ended
     by_stage: dict[str, int] = field(default_factory=dict)  # cancellations
+
+
+type Span = tuple[EncodeJob | Request, int, int]
+"""Whose run, from which token on, and how many."""
+
+
+@dataclass
+class Started:
+    """A step: the tokens that it chooses, and what it computes."""
+
+    chosen: list[tuple[Request, int]]
+    spans: list[Span]
 
 
 class Simulation:
@@ -97,7 +110,7 @@ class Simulation:
         self.scheduler = Scheduler(self.limits)
         self.device = FakeDevice(self.limits)
         self.documents = [tuple(self.rng.choices(range(50), k=n)) for n in (1, 3, 4, 5, 9, 21)]
-        self.started: deque[list[tuple[Request, int]]] = deque()
+        self.started: deque[Started] = deque()
         self.live: dict[Request, int] = {}  # with the step they came at
         self.followers: WeakSet[Request] = WeakSet()
         self.counts = Counts()
@@ -178,7 +191,7 @@ class Simulation:
         if chunks:
             spans = [(c.owner, c.start, c.count) for c in chunks]
             self._compute(self.device.planner.prefill(chunks), spans)
-            self._choose([c.owner for c in chunks if c.samples])
+            self._choose([c.owner for c in chunks if c.samples], spans)
             self.scheduler.finish_prefill(chunks)
         for request in self.scheduler.encoded:
             self.end(request)
@@ -194,7 +207,7 @@ class Simulation:
                 assert len(self.device.tokens[request]) == len(request.run.tokens)
             spans = [(r, len(r.run.tokens) - 1, 1) for r in batch]
             self._compute(self.device.planner.decode([r.run for r in batch]), spans)
-            self._choose(batch)
+            self._choose(batch, spans)
             self.scheduler.finish_decode(batch)
         return bool(batch)
 
@@ -202,7 +215,10 @@ class Simulation:
         """Reads the oldest step that has been started, if there is one."""
         if not self.started:
             return False
-        for request, token in self.started.popleft():
+        step = self.started.popleft()
+        if step.spans and self.rng.random() < 0.01:
+            self._spoil(*self.rng.choice(step.spans))
+        for request, token in step.chosen:
             if request.state is State.FINISHED:
                 self.counts.thrown_away += 1
                 continue
@@ -214,17 +230,40 @@ class Simulation:
                 self.counts.finished += 1
         return True
 
+    def _spoil(self, owner: EncodeJob | Request, at: int, count: int) -> None:
+        """Some token's KV turns out not to be finite: nobody may go on with it, or find it."""
+        at += self.rng.randrange(count)
+        concerned = {r for r in self.live if self._sees(r, owner, at)}
+        ended = set(self.scheduler.spoil(owner, at))
+        assert concerned <= ended
+        for request in ended:
+            del self.live[request]
+        self.counts.spoiled += len(ended)
+        self.check()
+
+    def _sees(self, request: Request, owner: EncodeJob | Request, at: int) -> bool:
+        """Whether a token is part of what an admitted request has to attend to."""
+        if request.state is State.WAITING:
+            return False
+        if isinstance(owner, Request):
+            return request is owner
+        layout = request.layout
+        if owner.page_keys:
+            page = at // self.limits.page_size
+            return owner.page_keys[page] in layout.leading_keys
+        return any(d.key == owner.key for d in layout.documents)
+
     def _seated(self, request: Request) -> None:
         """First come, first served, but for who was preempted or waited for another's prompt."""
         if request.num_preemptions == 0 and request not in self.followers:
             assert int(request.id) > self.last_admitted
             self.last_admitted = int(request.id)
 
-    def _choose(self, requests: list[Request]) -> None:
+    def _choose(self, requests: list[Request], spans: list[Span]) -> None:
         chosen = [(r, END if self.rng.random() < 0.03 else self.rng.randrange(3)) for r in requests]
         for request, token in chosen:
             self.device.tokens[request].append(token)
-        self.started.append(chosen)
+        self.started.append(Started(chosen, spans))
 
     def _compute(self, plan, spans) -> None:
         values, expected = [], []

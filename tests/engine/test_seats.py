@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_helpers import adjusted_logits
 
 from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS
 from lazyattn_jax.engine.seats import Adjustments, Occupant, Seats, adjust, make_seats, padded
@@ -41,22 +42,6 @@ def rows(seat, *, used=True, held=False, repetition=1.0, presence=0.0, frequency
         )
     ]
     return Adjustments(np.asarray(seat, np.int32), *values)
-
-
-def expected(logits, prompt, output, bias, repetition, presence, frequency, banned):
-    """One row, rule by rule."""
-    out = logits.astype(np.float64)
-    for token, value in bias.items():
-        out[token] += value
-    for token in {*prompt, *output}:
-        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
-    for token in set(output):
-        out[token] -= presence
-    for token in output:
-        out[token] -= frequency
-    for token in banned:
-        out[token] = -np.inf
-    return out
 
 
 def empty() -> Seats:
@@ -98,7 +83,7 @@ def test_every_row_by_its_own_rules(seed):
             continue
         prompt, output, bias, stops = known[seat]
         values = [float(np.float32(x[i])) for x in numbers.values()]
-        want = expected(logits[i], prompt, output, bias, *values, stops if held[i] else ())
+        want = adjusted_logits(logits[i], prompt, output, bias, *values, stops if held[i] else ())
         # A few roundings of numbers up to 250 in float32.
         np.testing.assert_allclose(got[i], want, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(got[4], logits[4])  # padding
