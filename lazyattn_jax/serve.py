@@ -21,6 +21,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.kernels.api import Implementation
@@ -155,6 +156,13 @@ def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) 
         metavar="POSITIONS",
         default=defaults.document_gap,
         help="positions left out between that text and a document (default: %(default)s)",
+    )
+    add(
+        "--eviction",
+        choices=tuple(POLICIES),
+        default=defaults.eviction,
+        help="which documents and texts go first when the pool is full: gdsf weighs how often they "
+        "were used and what they cost, lru goes by the last use (default: %(default)s)",
     )
     add(
         "--attention",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.checks import check_tokens, fit
 from lazyattn_jax.engine.config import EngineConfig
@@ -69,7 +70,7 @@ class Engine:
         self.page_bytes = self.limits.page_size * bytes_per_token(loaded.config, dtype)
         ends = loaded.config.eos_token_ids or (loaded.tokenizer.eos_token_id,)
         self._end_tokens = frozenset(end for end in ends if end is not None)
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, POLICIES[config.eviction]())
         self._runner = Runner(
             loaded,
             self.limits,

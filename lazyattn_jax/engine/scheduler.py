@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from lazyattn_jax.cache.eviction import EvictionPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.limits import Limits
@@ -24,11 +25,16 @@ from lazyattn_jax.kernels.dense import BLOCK_ROWS
 
 
 class Scheduler:
-    """Owns requests, encode jobs, the segment index and page allocation."""
+    """Owns requests, encode jobs, the segment index and page allocation.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+      limits: of requests, steps and the pool.
+      eviction: which segments go first when pages are needed.
+    """
+
+    def __init__(self, limits: Limits, eviction: EvictionPolicy | None = None) -> None:
         self.limits = limits
-        self.index = SegmentIndex(PageAllocator(limits.num_pages))
+        self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # oldest first
         self.jobs: dict[bytes, EncodeJob] = {}
@@ -362,6 +368,8 @@ class Scheduler:
     def _start_if_ready(self, request: Request) -> None:
         if request.pending or request.state is not State.ENCODING:
             return
+        for segment in request.pins():
+            segment.uses += 1
         layout = request.layout
         if not layout.stream:
             self.encoded.append(request)

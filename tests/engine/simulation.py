@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from rich.progress import track
 
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.plan import Planner
@@ -96,7 +97,9 @@ class Started:
 class Simulation:
     """Random traffic over a scheduler, with every step's reads and writes checked."""
 
-    def __init__(self, seed: int, num_pages: int, context: DocumentContext) -> None:
+    def __init__(
+        self, seed: int, num_pages: int, context: DocumentContext, eviction: str = "gdsf"
+    ) -> None:
         self.rng = random.Random(seed)
         self.context = context
         self.limits = Limits(
@@ -107,7 +110,7 @@ class Simulation:
             max_num_batched_tokens=BLOCK_ROWS,
             max_documents=6,
         )
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, POLICIES[eviction]())
         self.device = FakeDevice(self.limits)
         self.documents = [tuple(self.rng.choices(range(50), k=n)) for n in (1, 3, 4, 5, 9, 21)]
         self.started: deque[Started] = deque()
@@ -356,7 +359,8 @@ def main() -> None:
     for part in track(range(-(-args.steps // 10_000)), description="Simulating"):
         rng = random.Random(f"{args.seed} {part}")
         context = rng.choice([DocumentContext(False, 0), DocumentContext(True, 5)])
-        simulation = Simulation(rng.randrange(2**32), rng.choice([26, 45, 200]), context)
+        seed, num_pages = rng.randrange(2**32), rng.choice([26, 45, 200])
+        simulation = Simulation(seed, num_pages, context, rng.choice(list(POLICIES)))
         for _ in range(min(10_000, args.steps - part * 10_000)):
             simulation.step()
         simulation.drain()
@@ -365,10 +369,11 @@ def main() -> None:
         total.finished += simulation.counts.finished
         total.cancelled += simulation.counts.cancelled
         total.thrown_away += simulation.counts.thrown_away
+        total.spoiled += simulation.counts.spoiled
     print(
         f"{args.steps} steps with seed {args.seed}: {total.finished} requests finished, "
         f"{total.cancelled} cancelled, {preempted} preemptions, {evicted} segments evicted, "
-        f"{total.thrown_away} tokens thrown away"
+        f"{total.spoiled} ended by unusable KV, {total.thrown_away} tokens thrown away"
     )
 
 
