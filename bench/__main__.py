@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, kernels, reuse
+from lazyattn_jax.bench import eviction, kernels, latency, reuse
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
     reuse.add_command(commands)
     kernels.add_command(commands)
     eviction.add_command(commands)
+    latency.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

@@ -150,6 +150,9 @@ class Engine:
         )
         self._streams[request_id] = (request, TextStream(self.loaded.tokenizer, params.stop))
         if timeout is not None:
+            if len(self._deadlines) > 2 * len(self._streams) + 100:  # mostly of finished requests
+                self._deadlines = [d for d in self._deadlines if d[2].state is not State.FINISHED]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, next(self._ids), request))
         self.scheduler.add(request, leader)
         return request

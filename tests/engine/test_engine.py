@@ -219,7 +219,7 @@ def test_least_recently_used_goes_first(make_engine):
     assert request.cached_document_tokens == [64]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("steps", range(12))
 def test_cancelled_at_any_stage(make_engine, steps):
     """While waiting, while its documents are encoded, in prefill, in decode; alone and shared."""
     engine = make_engine()
@@ -319,32 +319,6 @@ def test_a_published_page_cannot_be_written(make_engine):
         engine._runner.decode([request])
     engine.abort(request.id)
     engine.drain()
-
-
-def test_no_compilation_after_start_up(make_engine):
-    engine = make_engine()
-    compiled = []
-
-    def note(event: str, duration: float, **_: object) -> None:
-        if "compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        sampled = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=1, max_tokens=5)
-        for params in (GREEDY, sampled):
-            engine.scheduler.index.clear()
-            prompts = [[SYSTEM, A, QUESTION], [text(5, 150)], [B, OTHER], PROMPT, [text(4, 1)]]
-            requests = [engine.add(p, params) for p in prompts]
-            engine.step()
-            engine.abort(requests[1].id)
-            while engine.has_work:
-                engine.step()
-        assert not compiled
-        jax.jit(lambda x: x + 41)(1)
-        assert compiled, "the listener must notice compilations"
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(make_engine):
