@@ -21,7 +21,8 @@ from rich.table import Table
 
 from lazyattn_jax.bench import record
 from lazyattn_jax.engine.engine import Engine
-from lazyattn_jax.engine.request import DocumentPiece, Prompt, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import DocumentPiece, Prompt
 from lazyattn_jax.llm import LLM
 from lazyattn_jax.models.load import EMBEDDED
 

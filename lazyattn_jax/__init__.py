@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lazyattn_jax.engine.request import SamplingParams
+    from lazyattn_jax.engine.params import SamplingParams
     from lazyattn_jax.llm import LLM, Completion
     from lazyattn_jax.prompt import Document
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     elif name == "Document":
         from lazyattn_jax import prompt as module  # type: ignore[no-redef]
     elif name == "SamplingParams":
-        from lazyattn_jax.engine import request as module  # type: ignore[no-redef]
+        from lazyattn_jax.engine import params as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(module, name)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazyattn_jax.cache.pool import bytes_per_token
-from lazyattn_jax.engine.request import SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.llm import LLM, Usage, keep_compiled
 from lazyattn_jax.prompt import Document
 

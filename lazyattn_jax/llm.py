@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine, Output
-from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.prompt import Document, chat_prompt, parse_documents, text_prompt

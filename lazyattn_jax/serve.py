@@ -21,13 +21,14 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.kernels.api import Implementation
 from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
-from lazyattn_jax.server.async_engine import AsyncEngine
+from lazyattn_jax.server.async_engine import MAX_WAITING, AsyncEngine
 
 _GRACE_SECONDS = 5  # for running requests to finish once the server is told to stop
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
@@ -45,6 +46,12 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB, 1GiB, 2e9 or 1048576")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _count_of_requests(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, at least 1")
+    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,6 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
         default=32 * MIB,
         metavar="SIZE",
         help="largest request body (default: 32MiB)",
+    )
+    add(
+        "--max-waiting",
+        type=_count_of_requests,
+        default=MAX_WAITING,
+        metavar="N",
+        help="requests that may wait to be computed; more are told to try again later "
+        "(default: %(default)s)",
     )
     add(
         "--log-level",
@@ -143,6 +158,13 @@ def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) 
         help="positions left out between that text and a document (default: %(default)s)",
     )
     add(
+        "--eviction",
+        choices=tuple(POLICIES),
+        default=defaults.eviction,
+        help="which documents and texts go first when the pool is full: gdsf weighs how often they "
+        "were used and what they cost, lru goes by the last use (default: %(default)s)",
+    )
+    add(
         "--attention",
         choices=get_args(Implementation),
         default=defaults.attention,
@@ -205,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = _listen(args.host, args.port)
     except ValueError as error:
         return _fail(error)
-    engine = AsyncEngine(lambda: _load(args.model, config))
+    engine = AsyncEngine(lambda: _load(args.model, config), args.max_waiting)
     name = args.served_model_name or args.model
     app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes))
     server = Server(_uvicorn_config(app), engine, name, _url(listener))

@@ -78,6 +78,11 @@ class Tokenizer:
         """Text of some token ids, control tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
+    def show(self, token: int) -> str:
+        """Text of one token, control tokens by their names; U+FFFD for parts of characters."""
+        text = self.backend.decode([token], skip_special_tokens=False)
+        return text or self.backend.id_to_token(token) or ""
+
     def stream(self) -> DecodeStream:
         """An incremental decoder that never cuts a character in two."""
         return DecodeStream(self.backend)

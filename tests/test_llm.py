@@ -24,7 +24,7 @@ def llm():
     )
     yield llm
     index = llm.engine.scheduler.index
-    assert not llm.engine.has_work
+    assert not llm.engine.scheduler.has_work
     assert index.num_available == llm.engine.limits.num_pages
 
 
@@ -77,7 +77,7 @@ def test_stream_gives_the_same_text_and_ends_early_when_left(llm):
     stream = llm.stream_chat(CHAT, GREEDY, documents=DOCUMENTS)
     next(stream)
     stream.close()
-    assert not llm.engine.has_work
+    assert not llm.engine.scheduler.has_work
 
 
 def test_a_stop_string_ends_the_text_before_it(llm):
@@ -127,7 +127,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(llm, call, param, message)
     with pytest.raises(RequestError, match=message) as error:
         call(llm)
     assert error.value.param == param
-    assert not llm.engine.has_work
+    assert not llm.engine.scheduler.has_work
 
 
 @pytest.mark.parametrize(

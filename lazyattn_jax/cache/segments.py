@@ -14,12 +14,12 @@ Keys are SHA-256 over an unambiguous encoding; two users' contents never share a
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lazyattn_jax.cache.eviction import EvictionPolicy, GreedyDual
 from lazyattn_jax.cache.pages import PageAllocator
 
 
@@ -60,7 +60,8 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 class Segment:
     """Published KV in pool pages; immutable from the moment it is in the index.
 
-    ``pins`` counts the placements of running requests that need it.
+    ``pins`` counts the placements of running requests that need it, ``uses`` the requests that
+    have been computed with it.
     """
 
     key: bytes
@@ -68,15 +69,22 @@ class Segment:
     num_tokens: int
     is_document: bool
     pins: int = 0
+    uses: int = 0
 
 
 class SegmentIndex:
-    """Finds segments by key, and makes room by evicting the least recently used unpinned ones."""
+    """Finds segments by key, and makes room by evicting unpinned ones.
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    Args:
+      allocator: of the pool's pages.
+      policy: says which go first; GreedyDual-Size-Frequency by default.
+    """
+
+    def __init__(self, allocator: PageAllocator, policy: EvictionPolicy | None = None) -> None:
         self._allocator = allocator
+        self._policy = policy or GreedyDual()
         self._segments: dict[bytes, Segment] = {}
-        self._unpinned: OrderedDict[bytes, Segment] = OrderedDict()  # least recently used first
+        self._unpinned: set[bytes] = set()
         self._unpinned_pages = 0
         self.num_evicted = 0
 
@@ -106,13 +114,13 @@ class SegmentIndex:
         if segment is None:
             return None
         if segment.pins == 0:
-            del self._unpinned[key]
-            self._unpinned_pages -= len(segment.pages)
+            self._policy.remove(segment)
+            self._not_evictable(segment)
         segment.pins += 1
         return segment
 
     def unpin(self, segment: Segment) -> None:
-        """Gives one pin back; with the last one the segment becomes the most recently used.
+        """Gives one pin back; after the last one the segment may be evicted.
 
         Raises:
           RuntimeError: the segment is not pinned.
@@ -123,8 +131,7 @@ class SegmentIndex:
             )
         segment.pins -= 1
         if segment.pins == 0:
-            self._unpinned[segment.key] = segment
-            self._unpinned_pages += len(segment.pages)
+            self._evictable(segment)
 
     def publish(
         self, key: bytes, pages: Sequence[int], num_tokens: int, *, is_document: bool
@@ -137,8 +144,7 @@ class SegmentIndex:
             return None
         segment = Segment(key, tuple(pages), num_tokens, is_document)
         self._segments[key] = segment
-        self._unpinned[key] = segment
-        self._unpinned_pages += len(segment.pages)
+        self._evictable(segment)
         return segment
 
     def allocate(self, count: int) -> list[int] | None:
@@ -146,22 +152,36 @@ class SegmentIndex:
         if count > self.num_available:
             return None
         while self._allocator.num_free < count:
-            self._evict(next(iter(self._unpinned)))
+            self._evict(self._policy.take())
         return self._allocator.allocate(count)
 
     def free(self, pages: Iterable[int]) -> None:
         """Gives private pages back."""
         self._allocator.free(pages)
 
+    def discard(self, key: bytes) -> None:
+        """Evicts a segment if it is here and not pinned."""
+        if key in self._unpinned:
+            self._policy.remove(self._segments[key])
+            self._evict(self._segments[key])
+
     def clear(self) -> None:
         """Evicts every segment that is not pinned."""
         for key in list(self._unpinned):
-            self._evict(key)
+            self.discard(key)
 
-    def _evict(self, key: bytes) -> None:
-        segment = self._unpinned.pop(key)
+    def _evictable(self, segment: Segment) -> None:
+        self._policy.add(segment)
+        self._unpinned.add(segment.key)
+        self._unpinned_pages += len(segment.pages)
+
+    def _not_evictable(self, segment: Segment) -> None:
+        self._unpinned.remove(segment.key)
         self._unpinned_pages -= len(segment.pages)
-        del self._segments[key]
+
+    def _evict(self, segment: Segment) -> None:
+        self._not_evictable(segment)
+        del self._segments[segment.key]
         self._allocator.free(segment.pages)
         self.num_evicted += 1
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.models.config import LlamaConfig
@@ -32,6 +33,8 @@ class EngineConfig:
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
         alone.
       document_gap: positions left out between the prefix and a document.
+      eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
+        those that bring least for their pages) or ``lru`` (the least recently used).
       attention: implementation of the attention: ``auto``, ``mosaic_gpu``
         (NVIDIA Hopper), ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
@@ -48,6 +51,7 @@ class EngineConfig:
     max_documents: int = 256
     document_context: str = "prefix"
     document_gap: int = 200
+    eviction: str = "gdsf"
     attention: str = "auto"
     dtype: str = "auto"
     check_invariants: bool = False
@@ -59,6 +63,8 @@ class EngineConfig:
             )
         if self.document_gap < 0:
             raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")
+        if self.eviction not in POLICIES:
+            raise ValueError(f"eviction is {self.eviction!r}, must be one of {', '.join(POLICIES)}")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ValueError(
                 f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"

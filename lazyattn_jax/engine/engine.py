@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
+from lazyattn_jax.engine.checks import check_tokens, fit
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.output import TextStream
-from lazyattn_jax.engine.request import (
-    DocumentContext,
-    DocumentPiece,
-    Layout,
-    Prompt,
-    RequestError,
-    SamplingParams,
-    lay_out,
-)
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, lay_out
 from lazyattn_jax.engine.runner import Runner
-from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.engine.runs import Chunk, Request, State, TokenLogprobs
 from lazyattn_jax.engine.scheduler import Scheduler
+from lazyattn_jax.engine.started import Scores, Step, read_logprobs
+from lazyattn_jax.engine.stats import EngineStats
+from lazyattn_jax.engine.step import StepResult
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
@@ -30,13 +33,15 @@ from lazyattn_jax.models.checkpoint import LoadedModel
 class Output:
     """News of one request: more text, or its end.
 
-    ``finish_reason`` is ``stop`` (end token or stop string), ``length``, or none while it goes on.
+    ``finish_reason`` is ``stop`` (end token, stop token or stop string), ``length``, ``timeout``,
+    ``error`` (its logits are not all finite), or none while it goes on.
     """
 
     request: Request
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Engine:
@@ -63,19 +68,29 @@ class Engine:
         self.config = config
         self.limits = config.resolve_limits(loaded.config, dtype)
         self.page_bytes = self.limits.page_size * bytes_per_token(loaded.config, dtype)
-        self.scheduler = Scheduler(self.limits)
-        self._runner = Runner(loaded, self.limits, config.attention, check=config.check_invariants)
-        self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
-        self._streams: dict[str, tuple[Request, TextStream]] = {}
         ends = loaded.config.eos_token_ids or (loaded.tokenizer.eos_token_id,)
         self._end_tokens = frozenset(end for end in ends if end is not None)
+        self.scheduler = Scheduler(self.limits, POLICIES[config.eviction]())
+        self._runner = Runner(
+            loaded,
+            self.limits,
+            config.attention,
+            end_tokens=len(self._end_tokens),
+            check=config.check_invariants,
+        )
+        self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
+        self._streams: dict[str, tuple[Request, TextStream]] = {}
+        self._steps: deque[Step] = deque()  # started, but not read
+        self._prefill_next = True
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number settles ties
         self._ids = itertools.count()
         self._runner.compile(progress)
+        self.stats = EngineStats()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        """Whether any request is unfinished, or a step has been started and not been read."""
+        return self.scheduler.has_work or bool(self._steps)
 
     def add(
         self,
@@ -85,6 +100,8 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str = "",
         encode_only: bool = False,
+        timeout: float | None = None,
+        leader: Request | None = None,
     ) -> Request:
         """Puts a request in line.
 
@@ -94,6 +111,9 @@ class Engine:
           request_id: a name that no unfinished request has; made up by default.
           cache_salt: requests share segments only with requests of the same salt.
           encode_only: only see to it that the prompt's documents are in the pool.
+          timeout: seconds after which the request ends with the reason ``timeout``.
+          leader: a request of the same prompt and salt; this one waits until its prompt has been
+            computed, and shares it.
 
         Raises:
           RequestError: the request can never be served; it names the value and the limit.
@@ -102,7 +122,10 @@ class Engine:
             request_id = f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError("request_id", f"request id {request_id!r} is in use")
-        self._check_tokens(prompt)
+        if timeout is not None and not timeout > 0:
+            raise RequestError("timeout", f"timeout is {timeout} seconds, must be above 0")
+        check_tokens(prompt, self.loaded.config.vocab_size)
+        params.check_tokens(self.loaded.config.vocab_size)
         layout = lay_out(
             prompt,
             page_size=self.limits.page_size,
@@ -112,13 +135,26 @@ class Engine:
             encode_only=encode_only,
         )
         if encode_only:
-            max_tokens = self._fit(layout, None, least=0)
+            max_tokens = fit(self.limits, layout, None, least=0)
         else:
-            max_tokens = self._fit(layout, params.max_tokens, least=1)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(request_id, layout, params, max_tokens=max_tokens, seed=seed)
+            max_tokens = fit(self.limits, layout, params.max_tokens, least=1)
+        ends = frozenset() if params.ignore_eos else self._end_tokens
+        request = Request(
+            request_id,
+            layout,
+            params,
+            max_tokens=max_tokens,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_tokens=ends.union(params.stop_token_ids),
+            timeout=math.inf if timeout is None else timeout,
+        )
         self._streams[request_id] = (request, TextStream(self.loaded.tokenizer, params.stop))
-        self.scheduler.add(request)
+        if timeout is not None:
+            if len(self._deadlines) > 2 * len(self._streams) + 100:  # mostly of finished requests
+                self._deadlines = [d for d in self._deadlines if d[2].state is not State.FINISHED]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline, next(self._ids), request))
+        self.scheduler.add(request, leader)
         return request
 
     def abort(self, request_id: str) -> None:
@@ -128,99 +164,129 @@ class Engine:
             self.scheduler.finish(entry[0])
 
     def step(self) -> list[Output]:
-        """Admits what fits, runs a prefill step and a decode step, and returns the news.
+        """Starts a step, reads the one before it, and returns the news.
 
-        A prefill step goes first so that new requests start soon; a decode step always follows so
-        that running ones never wait for more than one prefill.
+        Prefill and decode steps take turns: new requests start soon, and running ones never wait
+        for more than one prefill step between two tokens. A step is started before the last one's
+        tokens are read, so that the device has work while the host looks at them; what a step
+        computes for a request that turns out to have ended is thrown away.
         """
-        scheduler = self.scheduler
-        scheduler.admit()
-        outputs: list[Output] = []
-        if chunks := scheduler.schedule_prefill():
-            result = self._runner.prefill(chunks)
-            scheduler.finish_prefill(chunks)
-            owners = [c.owner for c in chunks if c.samples and isinstance(c.owner, Request)]
-            outputs += self._accept(owners, result.tokens.tolist())
+        begin, self._waited = time.perf_counter(), 0.0
+        outputs = self._expire()
+        self.scheduler.admit(self._sit)
+        started = self._start_prefill() if self._prefill_next else self._start_decode()
+        if not started:
+            started = self._start_decode() if self._prefill_next else self._start_prefill()
         outputs += self._finish_encoded()
-        if requests := scheduler.schedule_decode():
-            result = self._runner.decode(requests)
-            scheduler.finish_decode(requests)
-            outputs += self._accept(requests, result.tokens.tolist())
+        if self._steps and (len(self._steps) > 1 or not started):
+            outputs += self._read(self._steps.popleft())
         if self.config.check_invariants:
-            scheduler.check_integrity()
+            self.scheduler.check_integrity()
+        self.stats.count(started, time.perf_counter() - begin, self._waited)
         return outputs
 
-    def _accept(self, requests: list[Request], tokens: list[int]) -> list[Output]:
+    def _sit(self, request: Request) -> None:
+        if request.params.adjusts_logits:
+            self._runner.sit(request)
+
+    def _start_prefill(self) -> bool:
+        chunks = self.scheduler.schedule_prefill()
+        if not chunks:
+            return False
+        result = self._runner.prefill(chunks)
+        scores = self._score(chunks, result)
+        owners = [c.owner for c in chunks if c.samples and isinstance(c.owner, Request)]
+        self.scheduler.finish_prefill(chunks)
+        self._steps.append(Step(result, chunks, owners, scores))
+        self._prefill_next = False
+        return True
+
+    def _start_decode(self) -> bool:
+        requests = self.scheduler.schedule_decode()
+        if not requests:
+            return False
+        chunks = [Chunk(r.run, len(r.run.tokens) - 1, 1, r) for r in requests]
+        result = self._runner.decode(requests)
+        self.scheduler.finish_decode(requests)
+        self._steps.append(Step(result, chunks, requests))
+        self._prefill_next = True
+        return True
+
+    def _score(self, chunks: list[Chunk], result: StepResult) -> Scores | None:
+        """Starts on the log-probabilities of prompts that a prefill step computes."""
+        rows, targets, places = [], [], []
+        first_row = 0
+        for chunk in chunks:
+            if isinstance(chunk.owner, Request) and chunk.owner.prompt_logprobs is not None:
+                layout = chunk.owner.layout
+                after_documents = {d.insert_at for d in layout.documents}
+                for at in range(chunk.start + 1, chunk.start + chunk.count + 1):
+                    if at < len(layout.stream) and at not in after_documents:
+                        rows.append(first_row + at - 1 - chunk.start)
+                        targets.append(layout.stream[at])
+                        places.append((chunk.owner, layout.stream_positions[at]))
+            first_row += chunk.count
+        if not rows:
+            return None
+        return Scores(self._runner.score(result, rows, targets), places, targets)
+
+    def _read(self, step: Step) -> list[Output]:
+        """Waits for a step's tokens."""
+        begin = time.perf_counter()
+        tokens = np.asarray(step.result.tokens).tolist()
+        self._waited += time.perf_counter() - begin
+        if step.scores is not None:
+            step.scores.note()
         now = time.monotonic()
+        logprobs = None
+        if any(r.params.logprobs is not None for r in step.requests):
+            logprobs = read_logprobs([step.result.logprobs], tokens[: len(step.requests)])
         outputs = []
-        for request, token in zip(requests, tokens, strict=True):
-            request.run.append(token)
-            request.num_generated += 1
-            request.first_token_at = request.first_token_at or now
-            _, stream = self._streams[request.id]
-            text, reason = "", None
-            if token in self._end_tokens and not request.params.ignore_eos:
-                reason = "stop"
-            else:
-                text, stopped = stream.push(token)
-                if stopped:
-                    reason = "stop"
-                elif request.num_generated >= request.max_tokens:
-                    reason = "length"
-            if reason:
-                text += stream.flush()
-                self.abort(request.id)
-            outputs.append(Output(request, text, (token,), reason))
+        for owner, at in step.unsound():
+            outputs += self._end(self.scheduler.spoil(owner, at), "error")
+        for i, (request, token) in enumerate(zip(step.requests, tokens, strict=False)):
+            if request.state is not State.FINISHED:
+                request.first_token_at = request.first_token_at or now
+                chosen = logprobs[i] if logprobs and request.params.logprobs is not None else None
+                outputs.append(self._accept(request, token, chosen))
         return outputs
+
+    def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Output:
+        if token < 0:
+            return self._end([request], "error")[0]
+        self.scheduler.fill(request, token)
+        _, stream = self._streams[request.id]
+        text, reason = "", None
+        may_stop = request.num_generated > request.params.min_tokens
+        if token in request.stop_tokens and may_stop:
+            reason = "stop"
+        else:
+            text, stopped = stream.push(token, may_stop=may_stop)
+            if stopped:
+                reason = "stop"
+            elif request.num_generated >= request.max_tokens:
+                reason = "length"
+        if reason:
+            text += stream.flush()
+            self.abort(request.id)
+        if logprobs is not None:
+            logprobs = logprobs.first(request.params.logprobs)
+        return Output(request, text, (token,), reason, logprobs)
 
     def _finish_encoded(self) -> list[Output]:
         done, self.scheduler.encoded = self.scheduler.encoded, []
-        for request in done:
+        return self._end(done, "stop")
+
+    def _expire(self) -> list[Output]:
+        """Ends requests whose time is up."""
+        now, late = time.monotonic(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.state is not State.FINISHED:
+                late.append(request)
+        return self._end(late, "timeout")
+
+    def _end(self, requests: list[Request], reason: str) -> list[Output]:
+        for request in requests:
             self.abort(request.id)
-        return [Output(request, "", (), "stop") for request in done]
-
-    def _check_tokens(self, prompt: Prompt) -> None:
-        vocab = self.loaded.config.vocab_size
-        for piece in prompt:
-            tokens = piece.tokens if isinstance(piece, DocumentPiece) else piece
-            for token in tokens:
-                if not 0 <= token < vocab:
-                    raise RequestError(
-                        "prompt", f"token id {token} is not in the vocabulary of {vocab} tokens"
-                    )
-
-    def _fit(self, layout: Layout, wanted: int | None, *, least: int) -> int:
-        """Tokens that may be generated."""
-        limits, prompt = self.limits, layout.num_tokens
-        if len(layout.documents) > limits.max_documents:
-            raise RequestError(
-                "documents",
-                f"{len(layout.documents)} documents, at most {limits.max_documents} are allowed "
-                "(max_documents)",
-            )
-        context_room = limits.max_model_len - prompt
-        if context_room < least:
-            raise RequestError(
-                "prompt",
-                f"the prompt with its documents has {prompt} tokens, at most "
-                f"{limits.max_model_len - least} fit in the context of {limits.max_model_len} "
-                f"(max_model_len) with {least} tokens of output",
-            )
-        if wanted is not None and wanted > context_room:
-            raise RequestError(
-                "max_tokens",
-                f"max_tokens is {wanted}, the prompt of {prompt} tokens leaves {context_room} of "
-                f"the context of {limits.max_model_len} (max_model_len)",
-            )
-        distinct = {d.key: d for d in layout.documents}.values()
-        fixed = len(layout.leading_keys)
-        fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
-        pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)
-        if pool_room < (wanted or least):
-            needed = fixed + limits.pages_for(len(layout.stream) + (wanted or least))
-            raise RequestError(
-                "prompt",
-                f"the prompt of {prompt} tokens with {wanted or least} tokens of output takes "
-                f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes)",
-            )
-        return wanted or min(context_room, pool_room)
+        return [Output(request, "", (), reason) for request in requests]

@@ -19,9 +19,14 @@ class TextStream:
         self._stop = stop
         self._held = ""
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """The text that may be shown after one more token, and whether a stop string was met."""
+    def push(self, token: int, *, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that may be shown after one more token, and whether a stop string was met.
+
+        Text of tokens that may not stop the output is no part of any stop string.
+        """
         self._held += self._decoder.step(token)
+        if not may_stop:
+            return self.flush(), False
         starts = ((self._held.find(stop), stop) for stop in self._stop)
         found = [(at + len(stop), at) for at, stop in starts if at >= 0]
         if found:

@@ -1,14 +1,11 @@
-"""What a request is made of: tokens, documents, where each stands, and how to sample."""
+"""What a request is made of: tokens, documents, and where each stands."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lazyattn_jax.cache.segments import document_key, page_key, root_key
-
-MAX_SEED = 2**63 - 1
 
 
 class RequestError(ValueError):
@@ -17,48 +14,6 @@ class RequestError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen, and when to stop.
-
-    Attributes:
-      temperature: 0 takes the most likely token; at most 2, as in OpenAI's interface.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the fewest most likely tokens whose probabilities sum to at least this.
-      seed: with a seed the same tokens come out whatever else is in the batch.
-      max_tokens: tokens to generate at most; by default as many as the context and the pool hold.
-      stop: strings that end the output; they are not part of it.
-      ignore_eos: go on after the model's end token.
-
-    Raises:
-      RequestError: a value out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 2):
-            raise RequestError("temperature", f"temperature is {self.temperature}, must be 0 to 2")
-        if not 0 < self.top_p <= 1:
-            raise RequestError("top_p", f"top_p is {self.top_p}, must be above 0 and at most 1")
-        if not 0 <= self.top_k < 2**31:
-            raise RequestError("top_k", f"top_k is {self.top_k}, must be 0 (off) or more")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError("max_tokens", f"max_tokens is {self.max_tokens}, must be at least 1")
-        if self.seed is not None and not -MAX_SEED <= self.seed <= MAX_SEED:
-            raise RequestError("seed", f"seed is {self.seed}, must be within {MAX_SEED} of 0")
-        if len(self.stop) > 16:
-            raise RequestError("stop", f"{len(self.stop)} stop strings, at most 16 are allowed")
-        if not all(self.stop):
-            raise RequestError("stop", "a stop string is empty")
 
 
 @dataclass(frozen=True)

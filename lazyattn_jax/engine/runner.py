@@ -1,48 +1,27 @@
-"""The jitted steps: model, pool and sampler in one program per batch shape, all compiled ahead."""
+"""Runs the compiled programs: one per batch shape, all compiled ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from lazyattn_jax.cache.pool import LayerKV, Slots, make_pool, write
+from lazyattn_jax.cache.pool import make_pool
+from lazyattn_jax.engine.inputs import Choices, StepInputs, make_choices, occupant, step_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
-from lazyattn_jax.engine.sampler import SamplingRows, sample
-from lazyattn_jax.kernels.api import choose, lazy_decode, lazy_prefill
-from lazyattn_jax.kernels.dense import BLOCK_ROWS
-from lazyattn_jax.kernels.work import Turns, Works
+from lazyattn_jax.engine.sampler import Logprobs
+from lazyattn_jax.engine.seats import make_seats, padded, sit
+from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, score, step
+from lazyattn_jax.kernels.api import choose
+from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
-
-
-class StepInputs(NamedTuple):
-    """Everything a step needs from the host."""
-
-    tokens: Int[Array, "T"]
-    cos: Float[Array, "T H//2"]
-    sin: Float[Array, "T H//2"]
-    slots: Slots
-    turns: Turns
-    works: Works
-    sampled: Int[Array, "B"]  # rows of T that a token is sampled after
-    sampling: SamplingRows
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Sampled tokens on the host, and the logits they were sampled from, on the device."""
-
-    tokens: Int[np.ndarray, "B"]
-    logits: Float[Array, "B V"]
 
 
 class Runner:
@@ -52,15 +31,22 @@ class Runner:
       loaded: the model.
       limits: batch shapes and pool size.
       attention: implementation of the attention, see ``kernels.api``.
+      end_tokens: stop tokens that a request can have beside its own.
       check: check every plan before it runs.
     """
 
     def __init__(
-        self, loaded: LoadedModel, limits: Limits, attention: str = "auto", *, check: bool = False
+        self,
+        loaded: LoadedModel,
+        limits: Limits,
+        attention: str = "auto",
+        *,
+        end_tokens: int = 1,
+        check: bool = False,
     ) -> None:
         self._limits = limits
         self._config = loaded.config
-        graph, self._weights = nnx.split(loaded.model)
+        self._graph, self._weights = nnx.split(loaded.model)
         self._dtype = loaded.model.embed.embedding.dtype
         rope = loaded.config.rope
         group = loaded.config.num_heads // loaded.config.num_kv_heads
@@ -85,13 +71,18 @@ class Runner:
             limits, self._lists, frequencies, rope.attention_factor, check=check
         )
         self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
+        vocab = loaded.config.vocab_size
+        self._seats = make_seats(limits.max_num_seqs, vocab, end_tokens)
+        self._occupant = partial(
+            occupant, max_tokens=limits.max_model_len, vocab_size=vocab, end_tokens=end_tokens
+        )
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(
-            partial(_step, graph, attention=attention, scale=scale),
-            donate_argnums=1,
+            partial(step, self._graph, attention=attention, scale=scale),
+            donate_argnums=(1, 2),
             static_argnames="prefill",
         )
-        self._compiled: dict[tuple[bool, int], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every batch shape.
@@ -100,8 +91,9 @@ class Runner:
           progress: called with the number of shapes done and their total.
         """
         limits = self._limits
-        shapes = [(False, b) for b in limits.decode_buckets]
-        shapes += [(True, b) for b in limits.prefill_buckets]
+        shapes = [("decode", b) for b in limits.decode_buckets]
+        shapes += [(kind, b) for b in limits.prefill_buckets for kind in ("prefill", "score")]
+        shapes.append(("sit", 0))
         progress(0, len(shapes))
         # Tracing is Python and serial; compiling releases the interpreter lock.
         with ThreadPoolExecutor(2) as pool:
@@ -111,12 +103,23 @@ class Runner:
                 self._compiled[shape] = future.result()
                 progress(done, len(shapes))
 
-    def _lower(self, prefill: bool, bucket: int) -> jax.stages.Lowered:
+    def _lower(self, kind: str, bucket: int) -> jax.stages.Lowered:
+        if kind == "sit":
+            return jax.jit(sit, donate_argnums=0).lower(self._seats, self._occupant(None))
+        if kind == "score":
+            hidden = jax.ShapeDtypeStruct((bucket, self._config.hidden_size), self._dtype)
+            rows = np.zeros(SCORED_ROWS, np.int32)
+            return jax.jit(partial(score, self._graph)).lower(self._weights, hidden, rows, rows)
+        prefill = kind == "prefill"
         inputs = self._empty_inputs(prefill, bucket)
-        return self._step.lower(self._weights, self._pool, inputs, prefill=prefill)
+        return self._step.lower(self._weights, self._pool, self._seats, inputs, prefill=prefill)
+
+    def sit(self, request: Request) -> None:
+        """Sets up the seat of a request whose logits are adjusted."""
+        self._seats = self._compiled["sit", 0](self._seats, self._occupant(request))
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Computes chunks; returns a token for each that ends its prompt, in order."""
+        """Starts to compute chunks; a token is chosen for each that ends its prompt, in order."""
         plan = self._planner.prefill(chunks)
         ends = np.cumsum([c.count for c in chunks]) - 1
         rows = [int(end) for c, end in zip(chunks, ends, strict=True) if c.samples]
@@ -124,39 +127,43 @@ class Runner:
         return self._run(True, plan, rows, owners)
 
     def decode(self, requests: Sequence[Request]) -> StepResult:
-        """Computes the last token of every request; returns the next ones, in order."""
+        """Starts to compute the last token of every request; the next ones are in order."""
         runs: list[TokenRun] = [r.run for r in requests]
         return self._run(False, self._planner.decode(runs), range(len(runs)), requests)
+
+    def score(
+        self, result: StepResult, rows: Sequence[int], targets: Sequence[int]
+    ) -> list[Logprobs]:
+        """Starts to compute the log-probabilities of tokens after rows of a prefill step.
+
+        Args:
+          result: of the step.
+          rows: rows of the step.
+          targets: the token that comes after each row.
+
+        Returns:
+          Those of ``SCORED_ROWS`` rows each, padded.
+        """
+        run = self._compiled["score", len(result.hidden)]
+        parts = []
+        for at in range(0, len(rows), SCORED_ROWS):
+            some = (padded(list(x[at : at + SCORED_ROWS]), SCORED_ROWS, 0) for x in (rows, targets))
+            parts.append(run(self._weights, result.hidden, *some))
+        return parts
 
     def _run(
         self, prefill: bool, plan: StepPlan, rows: Sequence[int], requests: Sequence[Request]
     ) -> StepResult:
-        sampled, sampling = self._sampling(prefill, plan.bucket, rows, requests)
-        inputs = _inputs(plan, sampled, sampling)
-        step = self._compiled[prefill, plan.bucket]
-        tokens, logits, self._pool = step(self._weights, self._pool, inputs)
-        return StepResult(np.asarray(tokens)[: len(rows)], logits)
+        inputs = step_inputs(plan, self._choices(prefill, plan.bucket, rows, requests))
+        run = self._compiled["prefill" if prefill else "decode", plan.bucket]
+        result, self._pool, self._seats = run(self._weights, self._pool, self._seats, inputs)
+        return result
 
-    def _sampling(
+    def _choices(
         self, prefill: bool, bucket: int, rows: Sequence[int], requests: Sequence[Request]
-    ) -> tuple[np.ndarray, SamplingRows]:
+    ) -> Choices:
         size = self._limits.prefill_samples(bucket) if prefill else bucket
-        sampled = np.zeros(size, np.int32)
-        sampled[: len(rows)] = rows
-        sampling = SamplingRows(
-            np.zeros(size, np.float32),
-            np.zeros(size, np.int32),
-            np.ones(size, np.float32),
-            np.zeros((size, 2), np.uint32),
-            np.zeros(size, np.int32),
-        )
-        for i, request in enumerate(requests):
-            sampling.temperature[i] = request.params.temperature
-            sampling.top_k[i] = request.params.top_k
-            sampling.top_p[i] = request.params.top_p
-            sampling.seed[i] = (request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF)
-            sampling.step[i] = request.num_generated
-        return sampled, sampling
+        return make_choices(size, rows, requests, self._limits.max_num_seqs)
 
     def _empty_inputs(self, prefill: bool, bucket: int) -> StepInputs:
         """Inputs of a batch shape with nothing to do in them."""
@@ -172,39 +179,4 @@ class Runner:
             Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
             self._lists.empty(prefill, bucket),
         )
-        return _inputs(plan, *self._sampling(prefill, bucket, (), ()))
-
-
-def _inputs(plan: StepPlan, sampled: np.ndarray, sampling: SamplingRows) -> StepInputs:
-    slots = Slots(plan.page, plan.offset)
-    return StepInputs(
-        plan.tokens, plan.cos, plan.sin, slots, plan.turns, plan.works, sampled, sampling
-    )
-
-
-def _step(
-    graph: nnx.GraphDef,
-    weights: nnx.State,
-    pool: list[LayerKV],
-    inputs: StepInputs,
-    *,
-    prefill: bool,
-    attention: str,
-    scale: float,
-) -> tuple[Int[Array, "B"], Float[Array, "B V"], list[LayerKV]]:
-    """One step, traced. Layers are unrolled: a scan would copy every weight it slices."""
-    model = nnx.merge(graph, weights)
-
-    def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
-        kv = write(kv, k, v, inputs.slots)
-        options: dict[str, Any] = {"scale": scale, "implementation": attention}
-        if prefill:
-            (work,) = inputs.works
-            out = lazy_prefill(q, kv.k, kv.v, inputs.turns, work, block_rows=BLOCK_ROWS, **options)
-        else:
-            out = lazy_decode(q, kv.k, kv.v, inputs.turns, inputs.works, **options)
-        return out, kv
-
-    hidden, pool = model(inputs.tokens, inputs.cos, inputs.sin, pool, attend)
-    logits = model.logits(hidden[inputs.sampled])
-    return sample(logits, inputs.sampling), logits, pool
+        return step_inputs(plan, self._choices(prefill, bucket, (), ()))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 
 from lazyattn_jax.cache.segments import Segment
-from lazyattn_jax.engine.request import Layout, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import Layout
+
+PENDING = -1
+"""Stands for a token that is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,16 @@ class TokenRun:
     """Tokens whose KV goes to consecutive slots of ``pages``, each seeing those before it.
 
     Only pages in ``private`` are ever written; the others were found in the index or have been
-    published. ``computed`` counts the tokens whose KV is in the pool. ``pages`` holds C integers,
-    so that a plan can take those of a whole batch at once.
+    published. ``computed`` counts the tokens whose KV is in the pool, or will be when the steps
+    that have been started are done. The last ``pending`` tokens are not known yet: a step that has
+    been started chooses them. ``pages`` holds C integers, so that a plan can take those of a whole
+    batch at once.
     """
 
-    def __init__(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], positions: Sequence[int], pending: int = 0) -> None:
         self.tokens = list(tokens)
         self.positions = list(positions)
+        self.pending = pending
         self.pages = array("i")
         self.private: set[int] = set()
         self.computed = 0
@@ -48,10 +56,21 @@ class TokenRun:
         """Tokens still to compute."""
         return len(self.tokens) - self.computed
 
-    def append(self, token: int) -> None:
-        """Adds a token at the next position."""
-        self.tokens.append(token)
+    @property
+    def num_known(self) -> int:
+        """Tokens that are known."""
+        return len(self.tokens) - self.pending
+
+    def append_pending(self) -> None:
+        """Adds a token at the next position that a step has yet to choose."""
+        self.tokens.append(PENDING)
         self.positions.append(self.positions[-1] + 1)
+        self.pending += 1
+
+    def fill(self, token: int) -> None:
+        """Says what the first pending token is."""
+        self.tokens[self.num_known] = token
+        self.pending -= 1
 
     def start_with(self, shared: Sequence[Segment], new_pages: Sequence[int]) -> None:
         """Places the run on found pages, which count as computed, and on new private ones."""
@@ -96,8 +115,31 @@ class State(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's log-probability, and the most likely tokens in its place with theirs."""
+
+    token: int
+    logprob: float
+    best: tuple[tuple[int, float], ...]
+
+    def first(self, count: int | None) -> TokenLogprobs:
+        """With only so many of the most likely tokens."""
+        return replace(self, best=self.best[:count])
+
+
 class Request:
-    """One prompt on its way to an output. The scheduler owns its state."""
+    """One prompt on its way to an output. The scheduler owns its state.
+
+    Args:
+      request_id: names it.
+      layout: its prompt.
+      params: how tokens are chosen.
+      max_tokens: tokens to generate at most.
+      seed: of its random numbers.
+      stop_tokens: tokens that end its output.
+      timeout: seconds from now on in which it has to be finished.
+    """
 
     def __init__(
         self,
@@ -107,20 +149,32 @@ class Request:
         *,
         max_tokens: int,
         seed: int,
+        stop_tokens: frozenset[int] = frozenset(),
+        timeout: float = math.inf,
     ) -> None:
         self.id = request_id
         self.layout = layout
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
+        self.stop_tokens = stop_tokens
         self.state = State.WAITING
+        self.seat = -1  # on the device, while it is admitted
+        # Other answers to the same prompt: they wait until its text is there to be shared.
+        self.followers: list[Request] = []
+        self.leader: Request | None = None
         self.num_generated = 0
         self.num_preemptions = 0
         self.arrived_at = time.monotonic()
+        self.timeout = timeout
         self.first_token_at: float | None = None
         # Set on first admission: what of the prompt did not have to be computed for this request.
         self.cached_tokens: int | None = None
         self.cached_document_tokens: list[int] = [0] * len(layout.documents)
+        # In reading order, with what is not computed for this request left out.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * layout.num_tokens
         self.run = TokenRun(layout.stream, layout.stream_positions)
         self.stream_keys: list[bytes] = []
         self.pending: list[EncodeJob] = []
@@ -135,8 +189,18 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """Generated token ids."""
-        return self.run.tokens[len(self.layout.stream) :]
+        """Generated token ids, as far as they are known."""
+        return self.run.tokens[len(self.layout.stream) : self.run.num_known]
+
+    @property
+    def num_sampled(self) -> int:
+        """Generated tokens, with those that are not known yet."""
+        return self.num_generated + self.run.pending
+
+    @property
+    def deadline(self) -> float:
+        """When it has to be finished, by ``time.monotonic``."""
+        return self.arrived_at + self.timeout
 
     def pins(self) -> list[Segment]:
         """All pins held, in the order to give them back: what others share least comes first."""
@@ -144,7 +208,7 @@ class Request:
 
     def reset(self) -> None:
         """Forgets what was computed; tokens stay, so a preempted request resumes where it was."""
-        self.run = TokenRun(self.run.tokens, self.run.positions)
+        self.run = TokenRun(self.run.tokens, self.run.positions, self.run.pending)
         self.stream_keys = []
         self.pending, self.leading_pins, self.document_pins, self.stream_pins = [], [], [], []
 
@@ -160,5 +224,5 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether a token is sampled after this chunk."""
+        """Whether a token is chosen after this chunk."""
         return isinstance(self.owner, Request) and self.start + self.count == len(self.run.tokens)

@@ -20,6 +20,7 @@ class SamplingRows(NamedTuple):
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
     seed: UInt32[Array, "B 2"]
     step: Int[Array, "B"]
 
@@ -27,8 +28,8 @@ class SamplingRows(NamedTuple):
 def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, "B"]:
     """Token ids: the most likely one where temperature is 0, else drawn.
 
-    top_k is applied before top_p, and top_p to the probabilities that top_k leaves, as in vLLM and
-    transformers.
+    top_k is applied before top_p, top_p to the probabilities that top_k leaves, and min_p last, as
+    in transformers.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     hot = rows.temperature > 0
@@ -45,6 +46,8 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) 
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     kept = lax.cond(any_filtered, lambda: _filter(scaled, rows), lambda: scaled)
+    # The largest is 0 and always kept, so this needs no probabilities.
+    kept = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], kept, -jnp.inf)
 
     def noise(seed: UInt32[Array, "2"], step: Int[Array, ""]) -> Float[Array, "V"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
@@ -67,3 +70,19 @@ def _filter(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B 
     last = jnp.max(jnp.where(kept, rank, 0), axis=-1, keepdims=True)
     threshold = jnp.take_along_axis(ordered, last, axis=-1)
     return jnp.where(scaled >= threshold, scaled, -jnp.inf)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+
+    chosen: Float[Array, "B"]
+    best: Int[Array, "B k"]
+    values: Float[Array, "B k"]
+
+
+def logprobs_of(logits: Float[Array, "B V"], tokens: Int[Array, "B"], best: int) -> Logprobs:
+    """Log-probabilities under the model's own distribution; ``best`` alternatives a row."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    values, ids = lax.top_k(logprobs, best)
+    return Logprobs(chosen, ids.astype(jnp.int32), values)

@@ -5,13 +5,17 @@ segments are looked up and the hits pinned; every miss becomes an encode job, sh
 that need it; and all pages that its prompt needs are taken at once, so that whatever is admitted
 can be computed to the end of its prompt. Only generated tokens take pages later on; when none are
 left the youngest request gives its pages back and starts again where it was.
+
+A step counts as computed as soon as it has been started: what is started later finds its KV in the
+pool, since the device takes one step after another. Only the tokens it chooses come later.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from lazyattn_jax.cache.eviction import EvictionPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.limits import Limits
@@ -21,16 +25,22 @@ from lazyattn_jax.kernels.dense import BLOCK_ROWS
 
 
 class Scheduler:
-    """Owns requests, encode jobs, the segment index and page allocation."""
+    """Owns requests, encode jobs, the segment index and page allocation.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+      limits: of requests, steps and the pool.
+      eviction: which segments go first when pages are needed.
+    """
+
+    def __init__(self, limits: Limits, eviction: EvictionPolicy | None = None) -> None:
         self.limits = limits
-        self.index = SegmentIndex(PageAllocator(limits.num_pages))
+        self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # oldest first
         self.jobs: dict[bytes, EncodeJob] = {}
         self.encoded: list[Request] = []  # had only documents to encode, and they are
         self.num_preemptions = 0
+        self._free_seats = list(range(limits.max_num_seqs - 1, -1, -1))
         self._decode_from = 0
 
     @property
@@ -38,26 +48,60 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.active)
 
-    def add(self, request: Request) -> None:
-        """Puts a request at the end of the line."""
-        self.waiting.append(request)
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted, or have been preempted."""
+        followers = sum(len(r.followers) for r in (*self.waiting, *self.active))
+        return len(self.waiting) + followers
+
+    def add(self, request: Request, leader: Request | None = None) -> None:
+        """Puts a request at the end of the line.
+
+        With a ``leader``, an unfinished request of the same prompt, it gets in line right behind
+        that one, once the leader's prompt has been computed and can be shared.
+        """
+        if leader is None or leader.state is State.FINISHED:
+            self.waiting.append(request)
+        else:
+            leader.followers.append(request)
+            request.leader = leader
 
     def finish(self, request: Request) -> None:
         """Ends a request at any stage and gives back all it held."""
-        if request.state is State.WAITING:
+        if request.state is State.FINISHED:
+            return
+        if request.leader is not None:
+            request.leader.followers.remove(request)
+            request.leader = None
+        elif request.state is State.WAITING:
             self.waiting.remove(request)
-        elif request.state is not State.FINISHED:
+        else:
             self._release(request)
         request.state = State.FINISHED
+        self._let_follow(request)
+
+    def _let_follow(self, leader: Request) -> None:
+        for follower in leader.followers[::-1]:
+            follower.leader = None
+            self.waiting.appendleft(follower)
+        leader.followers = []
 
     # Admission ------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Admits waiting requests in order, as long as they fit."""
-        while self.waiting and len(self.active) < self.limits.max_num_seqs:
-            if not self._try_admit(self.waiting[0]):
+    def admit(self, seated: Callable[[Request], None] = lambda request: None) -> None:
+        """Admits waiting requests in order, as long as they fit.
+
+        Args:
+          seated: called with each of them once it has a seat.
+        """
+        while self.waiting and self._free_seats:
+            request = self.waiting[0]
+            # After a preemption its last tokens may still be on their way.
+            if request.run.pending or not self._try_admit(request):
                 return
+            request.seat = self._free_seats.pop()
             self.active.append(self.waiting.popleft())
+            seated(request)
 
     def _try_admit(self, request: Request) -> bool:
         layout, index = request.layout, self.index
@@ -117,6 +161,8 @@ class Scheduler:
 
     def _stream_keys(self, request: Request) -> Iterable[bytes]:
         """Keys of the stream pages that may be reused: the last token is always computed."""
+        if request.prompt_logprobs is not None:
+            return
         tokens = request.run.tokens
         for page in range((len(tokens) - 1) // self.limits.page_size):
             self._extend_stream_keys(request, page)
@@ -240,13 +286,15 @@ class Scheduler:
         return chunks
 
     def finish_prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Takes note that chunks have been computed; publishes what is complete."""
+        """Takes note that a step has been started; publishes what is complete."""
         for chunk in chunks:
             chunk.run.computed += chunk.count
             if isinstance(chunk.owner, Request):
                 self._publish_full_pages(chunk.owner)
                 if chunk.run.remaining == 0:
                     chunk.owner.state = State.DECODE
+                    chunk.run.append_pending()
+                    self._let_follow(chunk.owner)
             elif chunk.run.remaining == 0:
                 self._finish_job(chunk.owner)
 
@@ -256,9 +304,9 @@ class Scheduler:
         May preempt the youngest requests. When not all fit in a step they take turns.
         """
         for request in list(self.active):
-            if request.state is State.DECODE and not self._make_room(request):
+            if _goes_on(request) and not self._make_room(request):
                 self._preempt(request)
-        ready = [r for r in self.active if r.state is State.DECODE]
+        ready = [r for r in self.active if _goes_on(r)]
         items = self.limits.decode_items(self.limits.decode_buckets[-1])
         start = self._decode_from % len(ready) if ready else 0
         batch: list[Request] = []
@@ -271,10 +319,47 @@ class Scheduler:
         return batch
 
     def finish_decode(self, requests: Sequence[Request]) -> None:
-        """Takes note that every request's last token has been computed."""
+        """Takes note that a step with every request's last token has been started."""
         for request in requests:
             request.run.computed += 1
             self._publish_full_pages(request)
+            request.run.append_pending()
+
+    def fill(self, request: Request, token: int) -> None:
+        """Takes note of the first pending token of a request."""
+        request.run.fill(token)
+        request.num_generated += 1
+        if request.state is State.DECODE:
+            self._publish_full_pages(request)
+
+    def spoil(self, owner: EncodeJob | Request, at: int) -> list[Request]:
+        """Takes note that a token's KV is unusable: not finite, and not in the pool.
+
+        Ends all requests that see it, and forgets the segments that hold it or what saw it.
+
+        Args:
+          owner: of the run.
+          at: the token of the run.
+
+        Returns:
+          The requests that have been ended.
+        """
+        page = at // self.limits.page_size
+        if isinstance(owner, Request):
+            for full in range(page, owner.run.num_known // self.limits.page_size):
+                self._extend_stream_keys(owner, full)
+            keys, direct = owner.stream_keys[page:], [owner]
+        else:
+            keys = list(owner.page_keys[page:]) or [owner.key]
+            direct = list(owner.waiters)
+        lost = set(keys)
+        ended = [r for r in direct if r.state is not State.FINISHED]
+        ended += [r for r in self.active if r not in ended and any(s.key in lost for s in r.pins())]
+        for request in ended:
+            self.finish(request)
+        for key in keys[::-1]:
+            self.index.discard(key)
+        return ended
 
     def _items_of(self, run: TokenRun) -> int:
         items_for = self.limits.items_for
@@ -283,6 +368,8 @@ class Scheduler:
     def _start_if_ready(self, request: Request) -> None:
         if request.pending or request.state is not State.ENCODING:
             return
+        for segment in request.pins():
+            segment.uses += 1
         layout = request.layout
         if not layout.stream:
             self.encoded.append(request)
@@ -300,7 +387,8 @@ class Scheduler:
 
     def _publish_full_pages(self, request: Request) -> None:
         run, size = request.run, self.limits.page_size
-        for page in range(len(request.stream_pins), run.computed // size):
+        full = min(run.computed, run.num_known) // size
+        for page in range(len(request.stream_pins), full):
             self._extend_stream_keys(request, page)
             key = request.stream_keys[page]
             self._publish(run, key, [run.pages[page]], size, is_document=False)
@@ -332,6 +420,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.active.remove(request)
+        self._free_seats.append(request.seat)
+        request.seat = -1
         for job in request.pending:
             job.waiters.remove(request)
             if not job.waiters:
@@ -357,6 +447,14 @@ class Scheduler:
         for job in self.jobs.values():
             if not job.waiters:
                 raise RuntimeError(f"nobody waits for encode job {job.key.hex()[:12]}")
+        seats = sorted(self._free_seats + [r.seat for r in self.active])
+        if seats != list(range(self.limits.max_num_seqs)):
+            raise RuntimeError(f"the seats taken and free are {seats}")
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether a request has another token to come, as far as the host knows."""
+    return request.state is State.DECODE and request.num_sampled < request.max_tokens
 
 
 def _leading_placement(segments: Sequence[Segment]) -> Placement:

@@ -136,7 +136,12 @@ class Api:
             self._log_unknown(unknown_fields(parsed))
             submissions = await asyncio.to_thread(_submissions, parsed, tokenizer)
             chat = isinstance(parsed, ChatRequest)
-            replies = Replies(chat=chat, model=self._config.model_name, n=parsed.choices)
+            replies = Replies(
+                chat=chat,
+                model=self._config.model_name,
+                n=parsed.choices,
+                tokenizer=tokenizer,
+            )
             job = await self._engine.submit(replies.id, submissions)
         except RequestError as error:
             raise _bad_request(error, kind, parsed) from None
@@ -197,7 +202,11 @@ def _submissions(
     else:
         prompts = [text_prompt(tokenizer, prompt, documents) for prompt in request.prompt]
     salt, shorten = request.cache_salt or "", request.asked_limit is None
-    return [Submission(prompt, p, salt, shorten) for prompt in prompts for p in params]
+    return [
+        Submission(prompt, p, salt, shorten, shares_prompt=i > 0, timeout=request.timeout)
+        for prompt in prompts
+        for i, p in enumerate(params)
+    ]
 
 
 def _bad_request(

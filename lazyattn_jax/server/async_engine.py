@@ -12,16 +12,30 @@ import contextlib
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lazyattn_jax.engine.engine import Engine, Output
-from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import Prompt, RequestError
+from lazyattn_jax.engine.runs import Request, TokenLogprobs
 from lazyattn_jax.llm import Usage
-from lazyattn_jax.server.errors import EngineFault, EngineUnavailable
+from lazyattn_jax.server.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    EngineUnavailable,
+    LineFull,
+    RequestFailed,
+)
 
 log = logging.getLogger(__name__)
+
+MAX_WAITING = 1024
+"""Requests that may wait, by default."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +43,28 @@ class Submission:
     """One request for the engine.
 
     With ``shorten`` a ``max_tokens`` that does not fit is cut down to what does: the client did not
-    ask for that many, it is a default.
+    ask for that many, it is a default. With ``shares_prompt`` it is another answer to the prompt of
+    the submission before it.
     """
 
     prompt: Prompt
     params: SamplingParams
     cache_salt: str = ""
     shorten: bool = False
+    shares_prompt: bool = False
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
 class Event:
-    """More text of one request of a job; the last one has a finish reason and the token counts."""
+    """More of one request of a job; the last one has a finish reason and the token counts."""
 
     index: int
     text: str
     finish_reason: str | None = None
     usage: Usage | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Job:
@@ -74,12 +93,13 @@ class Job:
         Raises:
           EngineFault: the engine failed.
           EngineUnavailable: the server shuts down.
+          RequestFailed, DeadlineExceeded: one of the requests failed; the others are ended.
         """
         if not self._unfinished:
             raise StopAsyncIteration
         news = await self._queue.get()
         if isinstance(news, Exception):
-            self._unfinished = 0
+            self.close()
             raise news
         self._unfinished -= news.finish_reason is not None
         return news
@@ -108,10 +128,13 @@ class AsyncEngine:
 
     Args:
       load: builds the engine; called in the thread. What it raises ends up in ``load_error``.
+      max_waiting: requests that may wait for a seat or for pages.
     """
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
+    def __init__(self, load: Callable[[], Engine], max_waiting: int = MAX_WAITING) -> None:
         self._load = load
+        self._max_waiting = max_waiting
+        self._ended: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, tuple[Job, int]] = {}  # of the thread, by request id
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -182,6 +205,7 @@ class AsyncEngine:
 
         Raises:
           RequestError: a request can never be served.
+          LineFull: too many are waiting.
           EngineUnavailable: there is no engine.
         """
         job = Job(name, len(submissions), self._abort)
@@ -252,9 +276,14 @@ class AsyncEngine:
                 self._dispatch(engine.step())
 
     def _add(self, engine: Engine, job: Job, submissions: Sequence[Submission]) -> None:
+        self._check_line(engine, len(submissions))
+        leader: Request | None = None
         try:
             for i, (name, submission) in enumerate(zip(job.ids, submissions, strict=True)):
-                _add_one(engine, name, submission)
+                if not submission.shares_prompt:
+                    leader = None
+                request = _add_one(engine, name, submission, leader)
+                leader = leader or request
                 self._jobs[name] = (job, i)
         except Exception:
             for name in job.ids:
@@ -262,14 +291,33 @@ class AsyncEngine:
                 engine.abort(name)
             raise
 
+    def _check_line(self, engine: Engine, new: int) -> None:
+        if new > self._max_waiting:
+            raise RequestError(
+                "prompt",
+                f"{new} answers are asked for at once, at most {self._max_waiting} requests may "
+                "wait (--max-waiting)",
+            )
+        waiting = engine.scheduler.num_waiting
+        if waiting + new > self._max_waiting:
+            raise LineFull(waiting, self._max_waiting, self._seconds_for(waiting))
+
+    def _seconds_for(self, waiting: int) -> int:
+        """How long a line takes at the pace of the last requests, from 1 to 60 seconds."""
+        if len(self._ended) < 2:
+            return 1
+        each = (time.monotonic() - self._ended[0]) / len(self._ended)
+        return max(1, min(60, round(waiting * each)))
+
     def _dispatch(self, outputs: Sequence[Output]) -> None:
         news: list[tuple[Job, Event | Exception]] = []
         for output in outputs:
             name, reason = output.request.id, output.finish_reason
-            if name in self._jobs and (output.text or reason):
+            if reason:
+                self._ended.append(time.monotonic())
+            if name in self._jobs and (output.text or output.logprobs or reason):
                 job, index = self._jobs[name]
-                usage = Usage.of(output.request) if reason else None
-                news.append((job, Event(index, output.text, reason, usage)))
+                news.append((job, _news_of(output, index)))
                 if reason:
                     del self._jobs[name]
         if news:
@@ -300,15 +348,33 @@ class AsyncEngine:
             self.loop.call_soon_threadsafe(function, *args)
 
 
-def _add_one(engine: Engine, name: str, submission: Submission) -> None:
-    prompt, params, salt = submission.prompt, submission.params, submission.cache_salt
+def _news_of(output: Output, index: int) -> Event | Exception:
+    request, reason = output.request, output.finish_reason
+    if reason == "error":
+        return RequestFailed()
+    if reason == "timeout":
+        return DeadlineExceeded(request.timeout)
+    if reason is None:
+        return Event(index, output.text, logprobs=output.logprobs)
+    usage, of_prompt = Usage.of(request), request.prompt_logprobs
+    return Event(index, output.text, reason, usage, output.logprobs, of_prompt)
+
+
+def _add_one(engine: Engine, name: str, submission: Submission, leader: Request | None) -> Request:
+    add = partial(
+        engine.add,
+        submission.prompt,
+        request_id=name,
+        cache_salt=submission.cache_salt,
+        timeout=submission.timeout,
+        leader=leader,
+    )
     try:
-        engine.add(prompt, params, request_id=name, cache_salt=salt)
+        return add(submission.params)
     except RequestError as error:
         if error.param != "max_tokens" or not submission.shorten:
             raise
-        open_ended = replace(params, max_tokens=None)
-        engine.add(prompt, open_ended, request_id=name, cache_salt=salt)
+        return add(replace(submission.params, max_tokens=None))
 
 
 def _deliver(news: Sequence[tuple[Job, Event | Exception]]) -> None:

@@ -35,6 +35,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object to answer with."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -52,3 +54,35 @@ class EngineUnavailable(ApiError):
     def __init__(self, reason: str, *, code: str) -> None:
         headers = {"retry-after": "5"} if code == "loading" else None
         super().__init__(503, reason, code=code, headers=headers)
+
+
+class RequestFailed(ApiError):
+    """The model computed no usable logits for one request; others are not concerned."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            500,
+            "the model's logits for this request are not all finite numbers",
+            code="invalid_logits",
+        )
+
+
+class DeadlineExceeded(ApiError):
+    """A request was not finished within its ``timeout``."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"the request was not finished within its timeout of {seconds:g} seconds"
+        super().__init__(504, message, param="timeout", code="deadline_exceeded")
+
+
+class LineFull(ApiError):
+    """More requests are waiting than may wait."""
+
+    def __init__(self, waiting: int, most: int, seconds: int) -> None:
+        super().__init__(
+            429,
+            f"{waiting} requests are waiting, at most {most} may (--max-waiting); try again in "
+            f"{seconds} seconds",
+            code="line_full",
+            headers={"retry-after": str(seconds)},
+        )

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
-from lazyattn_jax.engine.request import RequestError, SamplingParams
+from lazyattn_jax.engine.params import MAX_LOGPROBS
+from lazyattn_jax.engine.request import RequestError
+from lazyattn_jax.server.sampling import SamplingFields
 
 MAX_N = 16
 MAX_PROMPTS = 1024
@@ -26,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -35,22 +36,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1),
     "use_beam_search": (None, False),
@@ -80,13 +72,6 @@ _MUST_BE = {
 }
 
 
-def _stop(value: Any) -> Any:
-    strings = [value] if isinstance(value, str) else value or []
-    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-        raise PydanticCustomError("stop", "must be a string or a list of strings")
-    return tuple(strings)
-
-
 def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (value and _is_tokens(value)):
         return [value]
@@ -112,78 +97,59 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(SamplingFields):
     """What completions and chat completions have in common. Null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     documents: Any = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
-    n: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
     cache_salt: str | None = None
-
-    @property
-    def choices(self) -> int:
-        """How many answers each prompt gets."""
-        return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def asked_limit(self) -> int | None:
-        """Tokens to generate at most; ``max_completion_tokens`` is the newer name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def limit(self) -> int | None:
-        """The same with this endpoint's default; none for as many as fit."""
-        return self.asked_limit
-
-    def sampling(self, choice: int) -> SamplingParams:
-        """How one of the answers is sampled.
-
-        Raises:
-          RequestError: a value out of range.
-        """
-        top_k = 0 if self.top_k in (None, -1) else self.top_k  # -1 is how vLLM's clients say off
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=None if self.seed is None else self.seed + choice,
-            max_tokens=self.limit,
-            stop=self.stop,
-            ignore_eos=bool(self.ignore_eos),
-        )
-
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
     messages: Any  # prompt.chat_prompt checks them
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to each token."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise RequestError(
+                    "top_logprobs", f"top_logprobs is {self.top_logprobs}, but logprobs is not true"
+                )
+            return None
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise RequestError(
+                "top_logprobs", f"top_logprobs is {self.top_logprobs}, must be 0 to {MAX_LOGPROBS}"
+            )
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = None
 
     @property
     def limit(self) -> int | None:
         """The same with this endpoint's default."""
         return COMPLETION_TOKENS if self.asked_limit is None else self.asked_limit
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to each token."""
+        return self.logprobs
 
 
 def parse_request[R: GenerateRequest](kind: type[R], body: bytes) -> R:
@@ -280,7 +246,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage | None = None
     delta: ChatMessage | None = None
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: str | None
 
 
@@ -289,8 +255,9 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: str | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Response(BaseModel):
@@ -302,6 +269,7 @@ class Response(BaseModel):
     model: str
     choices: Sequence[ChatChoice | TextChoice]
     usage: UsageInfo | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def to_json(self) -> bytes:
         """The response as JSON, on one line."""

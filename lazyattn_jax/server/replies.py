@@ -8,8 +8,11 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
+from lazyattn_jax.engine.runs import TokenLogprobs
 from lazyattn_jax.llm import Usage
+from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.server.async_engine import Event, Job
+from lazyattn_jax.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from lazyattn_jax.server.protocol import (
     ChatChoice,
     ChatMessage,
@@ -33,31 +36,45 @@ class Replies:
       chat: answers are messages, not plain text.
       model: the name that the server goes by.
       n: answers to each prompt.
+      tokenizer: shows the tokens of log-probabilities.
     """
 
-    def __init__(self, *, chat: bool, model: str, n: int) -> None:
+    def __init__(self, *, chat: bool, model: str, n: int, tokenizer: Tokenizer) -> None:
         self.chat = chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model = model
         self._n = n
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, int] = {}  # characters of each answer that have been sent
         self._created = int(time.time())
         self.usage: UsageInfo | None = None  # once all is finished
 
     async def whole(self, job: Job) -> bytes:
         """The body of a response that is not streamed."""
         texts = [""] * len(job.ids)
-        reasons: list[str | None] = [None] * len(job.ids)
-        usages: dict[int, Usage] = {}
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in job.ids]
+        last: dict[int, Event] = {}
         async for event in job:
             texts[event.index] += event.text
+            if event.logprobs is not None:
+                logprobs[event.index].append(event.logprobs)
             if event.usage is not None:
-                reasons[event.index], usages[event.index] = event.finish_reason, event.usage
-        self.usage = _total(usages, self._n)
+                last[event.index] = event
+        self.usage = _total({i: e.usage for i, e in last.items() if e.usage}, self._n)
         choices = [
-            self._choice(i, text, reason)
-            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            self._choice(i, text, last[i].finish_reason, logprobs[i])
+            for i, text in enumerate(texts)
         ]
-        return self._response(choices, usage=self.usage).to_json()
+        prompts = [last[i].prompt_logprobs for i in range(len(texts))]
+        extra: dict[str, Any] = {}
+        if prompts[0] is not None:
+            shown = [prompt_logprobs(self._tokenizer, p or ()) for p in prompts]
+            if self.chat:
+                extra["prompt_logprobs"] = shown[0]
+            for choice, each in zip(choices, shown, strict=True):
+                if isinstance(choice, TextChoice):
+                    choice.prompt_logprobs = each
+        return self._response(choices, usage=self.usage, **extra).to_json()
 
     async def stream(self, job: Job, include_usage: bool) -> AsyncGenerator[bytes]:
         """The lines of a stream, each ready to send."""
@@ -76,21 +93,35 @@ class Replies:
             yield data_line(self._response([], chunk=True, usage=self.usage).to_json())
         yield DONE
 
-    def _choice(self, index: int, text: str, reason: str | None) -> ChatChoice | TextChoice:
+    def _choice(
+        self, index: int, text: str, reason: str | None, logprobs: Sequence[TokenLogprobs]
+    ) -> ChatChoice | TextChoice:
+        shown = self._logprobs(index, logprobs)
         if not self.chat:
-            return TextChoice(index=index, text=text, logprobs=None, finish_reason=reason)
+            return TextChoice(index=index, text=text, logprobs=shown, finish_reason=reason)
         message = ChatMessage(role="assistant", content=text)
-        return ChatChoice(index=index, message=message, logprobs=None, finish_reason=reason)
+        return ChatChoice(index=index, message=message, logprobs=shown, finish_reason=reason)
 
     def _piece(self, event: Event, *, first: bool) -> ChatChoice | TextChoice:
         index, reason = event.index, event.finish_reason
+        logprobs = self._logprobs(index, [] if event.logprobs is None else [event.logprobs])
         if not self.chat:
-            return TextChoice(index=index, text=event.text, logprobs=None, finish_reason=reason)
+            return TextChoice(index=index, text=event.text, logprobs=logprobs, finish_reason=reason)
         if first:
             delta = ChatMessage(role="assistant", content=event.text)
         else:
             delta = ChatMessage(content=event.text) if event.text else ChatMessage()
-        return ChatChoice(index=index, delta=delta, logprobs=None, finish_reason=reason)
+        return ChatChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        if self.chat:
+            return chat_logprobs(self._tokenizer, tokens)
+        offset = self._offsets.get(index, 0)
+        shown = text_logprobs(self._tokenizer, tokens, offset)
+        self._offsets[index] = offset + sum(map(len, shown["tokens"]))
+        return shown
 
     def _response(
         self, choices: Sequence[ChatChoice | TextChoice], *, chunk: bool = False, **extra: Any

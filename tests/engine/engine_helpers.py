@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazyattn_jax.engine.engine import Engine
-from lazyattn_jax.engine.request import DocumentPiece, SamplingParams
-from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import DocumentPiece
+from lazyattn_jax.engine.runs import Request, State
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
@@ -21,16 +22,13 @@ class EngineUnderTest(Engine):
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.logits: dict[str, list[np.ndarray]] = {}
-        inner = self._runner._run
 
-        def run(prefill, plan, rows, requests):
-            result = inner(prefill, plan, rows, requests)
-            logits = np.asarray(result.logits)
-            for i, request in enumerate(requests):
+    def _read(self, step):
+        logits = np.asarray(step.result.logits)
+        for i, request in enumerate(step.requests):
+            if request.state is not State.FINISHED:
                 self.logits.setdefault(request.id, []).append(logits[i])
-            return result
-
-        self._runner._run = run
+        return super()._read(step)
 
     def run(self, *prompts, params=GREEDY, **options) -> list[Request]:
         """Computes prompts as one batch, to the end."""
@@ -61,6 +59,22 @@ class EngineUnderTest(Engine):
         index = self.scheduler.index
         assert index.num_available == self.limits.num_pages
         assert all(segment.pins == 0 for segment in index.segments())
+
+
+def adjusted_logits(logits, prompt, output, bias, repetition, presence, frequency, banned):
+    """Adjusted logits of one request in float64, rule by rule and token by token."""
+    out = logits.astype(np.float64)
+    for token, value in bias.items():
+        out[token] += value
+    for token in {*prompt, *output}:
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+    for token in set(output):
+        out[token] -= presence
+    for token in output:
+        out[token] -= frequency
+    for token in banned:
+        out[token] = -np.inf
+    return out
 
 
 def document(seed: int, length: int) -> DocumentPiece:

@@ -19,7 +19,7 @@ def memory(loaded, num_pages: int, prefill: bool):
         max_documents=8,
     )
     runner = Runner(loaded, limits)
-    compiled = runner._lower(prefill, 64 if prefill else 4).compile()
+    compiled = runner._lower(*(("prefill", 64) if prefill else ("decode", 4))).compile()
     pool_bytes = sum(x.nbytes for kv in runner._pool for x in kv)
     return compiled.memory_analysis(), pool_bytes
 

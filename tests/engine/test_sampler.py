@@ -23,6 +23,7 @@ def make_rows(
     temperature: object = 1.0,
     top_k: object = 0,
     top_p: object = 1.0,
+    min_p: object = 0.0,
     seed: object = (1, 2),
     step: object = 0,
 ) -> SamplingRows:
@@ -33,6 +34,7 @@ def make_rows(
         column(temperature, np.float32),
         column(top_k, np.int32),
         column(top_p, np.float32),
+        column(min_p, np.float32),
         column(seed, np.uint32, 2),
         column(step, np.int32),
     )
@@ -47,8 +49,11 @@ def take(rows: SamplingRows, places: list[int]) -> SamplingRows:
     return jax.tree.map(lambda column: column[jnp.array(places)], rows)
 
 
-def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Probabilities in float64: the k most likely, then the fewest that reach top_p."""
+def distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
+    """Probabilities in float64: the k most likely, of these the fewest that reach top_p, and of
+    these the ones that are min_p times as likely as the first."""
     weights = np.exp(logits.astype(np.float64) / temperature)
     best = sorted(range(len(logits)), key=lambda i: -weights[i])
     best = best[: top_k or None]
@@ -57,6 +62,7 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
         if reached < top_p * total:
             kept.append(i)
             reached += weights[i]
+    kept = [i for i in kept if weights[i] >= min_p * weights[best[0]]]
     out = np.zeros(len(logits))
     out[kept] = weights[kept] / weights[kept].sum()
     return out
@@ -103,6 +109,35 @@ def test_distribution(temperature, top_k, top_p, kept):
     logits = np.tile(LOGITS, (DRAWS, 1))
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     assert_drawn_from(draw(logits, **options, **different("steps")), want)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.8])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (0, 1.0, 0.9, None),
+        (0, 1.0, 0.05, None),
+        (0, 1.0, 1.0, 1),
+        (2, 1.0, 0.01, 2),
+        (0, 0.8, 0.3, None),
+        (3, 0.75, 0.05, None),
+    ],
+)
+def test_distribution_with_min_p(temperature, top_k, top_p, min_p, kept):
+    want = distribution(LOGITS, temperature, top_k, top_p, min_p)
+    assert kept is None or np.count_nonzero(want) == kept
+    logits = np.tile(LOGITS, (DRAWS, 1))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    assert_drawn_from(draw(logits, **options, **different("steps")), want)
+
+
+def test_min_p_excludes_and_includes_at_its_threshold():
+    """Half as likely as the best: kept at 0.499, not at 0.501, whatever the temperature."""
+    for temperature in (0.5, 1.0, 2.0):
+        logits = np.tile(np.log([1.0, 0.5, 1e-4]) * temperature, (DRAWS, 1))
+        for min_p, want in ((0.499, [2 / 3, 1 / 3, 0]), (0.501, [1, 0, 0])):
+            tokens = draw(logits, temperature=temperature, min_p=min_p, **different("steps"))
+            assert_drawn_from(tokens, np.array(want))
 
 
 def test_top_p_is_of_what_top_k_leaves():
@@ -175,6 +210,7 @@ def test_a_row_is_the_same_in_any_batch(logits):
         temperature=[0.8, 0, 1, 1.5, 1, 0, 2, 1],
         top_k=[0, 0, 5, 0, 0, 3, 0, 10],
         top_p=[1, 1, 1, 1, 0.6, 1, 1, 0.9],
+        min_p=[0, 0, 0, 0.2, 0, 0, 0, 0.05],
         seed=np.random.default_rng(1).integers(0, 2**32, (8, 2)),
         step=[0, 1, 2, 3, 2**31 - 1, 5, 0, 0],
     )
@@ -214,3 +250,17 @@ def test_tokens_that_are_ruled_out_are_not_drawn(options):
     logits = np.tile([-np.inf, 0.0, -np.inf, 0.0], (DRAWS, 1))
     tokens = draw(logits, **options, **different("steps"))
     assert_drawn_from(tokens, np.array([0, 0.5, 0, 0.5]))
+
+
+def test_logprobs_are_those_of_the_models_distribution():
+    logits = np.random.default_rng(3).normal(size=(5, 40)).astype(np.float32) * 6
+    tokens = np.array([0, 39, 7, 7, 12], np.int32)
+    got = sampler.logprobs_of(jnp.asarray(logits), jnp.asarray(tokens), 8)
+    exact = logits.astype(np.float64)
+    exact -= np.logaddexp.reduce(exact, axis=1, keepdims=True)
+    order = np.argsort(-exact, axis=1)[:, :8]
+    np.testing.assert_array_equal(got.best, order)
+    # Float32 rounding of numbers up to 50, over a sum of 40 terms.
+    close = {"rtol": 0, "atol": 2e-5}
+    np.testing.assert_allclose(got.values, np.take_along_axis(exact, order, 1), **close)
+    np.testing.assert_allclose(got.chosen, exact[np.arange(5), tokens], **close)

@@ -45,8 +45,8 @@ def wait_until(condition: Callable[[], Any]) -> None:
 class RunningServer:
     """An application behind uvicorn in a thread."""
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
-        self.engine = AsyncEngine(load)
+    def __init__(self, load: Callable[[], Engine], **options: Any) -> None:
+        self.engine = AsyncEngine(load, **options)
         app = build_app(self.engine, ServerConfig(MODEL, "dummy:tiny", MAX_BODY))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -95,8 +95,8 @@ def _check_idle(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def running(load: Callable[[], Engine]) -> Iterator[RunningServer]:
-    server = RunningServer(load)
+def running(load: Callable[[], Engine], **options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(load, **options)
     try:
         yield server
     finally:

@@ -85,13 +85,27 @@ def test_bad_bodies(server: RunningServer, path: str, body: bytes, part: str) ->
         ("documents", [{"id": "a"}], ("'id'", "no 'text'")),
         ("documents", [{"text": 5}], ("5", "must be a string")),
         ("documents", ["x"] * 9, ("9 documents", "at most 8", "max_documents")),
-        ("logprobs", True, ("true", "null or false")),
-        ("logprobs", 5, ("5", "null or false")),
         ("best_of", 2, ("2", "null or 1")),
-        ("repetition_penalty", 1.1, ("1.1", "null or 1")),
-        ("presence_penalty", 0.5, ("0.5", "null or 0")),
-        ("frequency_penalty", -1, ("-1", "null or 0")),
-        ("logit_bias", {"5": 1}, ('{"5": 1}', "null or {}")),
+        ("min_p", 1.5, ("1.5", "0 to 1")),
+        ("repetition_penalty", 0, ("0", "0.01 to 100")),
+        ("presence_penalty", 2.5, ("2.5", "-2 to 2")),
+        ("frequency_penalty", -3, ("-3", "-2 to 2")),
+        ("frequency_penalty", "x", ('"x"', "must be a number")),
+        ("logit_bias", {"5": 101}, ("token 5", "101", "-100 to 100")),
+        ("logit_bias", {"512": 1}, ("512", "vocabulary of 512")),
+        ("logit_bias", {"x": 1}, ('{"x": 1}', "token ids as its keys")),
+        ("logit_bias", {"-1": 1}, ('{"-1": 1}', "token ids as its keys")),
+        ("logit_bias", {"5": "1"}, ('{"5": "1"}', "numbers as its values")),
+        ("logit_bias", [1], ("[1]", "must be an object")),
+        ("min_tokens", -1, ("-1", "0 or more")),
+        ("min_tokens", 13, ("13", "at most max_tokens")),
+        ("stop_token_ids", [512], ("512", "vocabulary of 512")),
+        ("stop_token_ids", ["5"], ('["5"]', "a list of token ids")),
+        ("stop_token_ids", [5] * 65, ("65", "64")),
+        ("prompt_logprobs", 21, ("21", "0 to 20")),
+        ("timeout", 0, ("0", "above 0")),
+        ("timeout", -1.5, ("-1.5", "above 0")),
+        ("timeout", "x", ('"x"', "must be a number")),
         ("tools", [{"type": "function"}], ("function", "null or []")),
         ("echo", True, ("true", "null or false")),
         ("echo", 0, ("0", "null or false")),
@@ -104,6 +118,29 @@ def test_bad_fields(
 ) -> None:
     body = chat_body("hello") if path.startswith("chat") else {"prompt": "hello", "max_tokens": 4}
     check_error(server.post(path, **{**body, field: value}), 400, field, *parts)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "parts"),
+    [
+        ("completions", {"logprobs": 21}, "logprobs", ("21", "0 to 20")),
+        ("completions", {"logprobs": True}, "logprobs", ("true", "must be an integer")),
+        ("chat/completions", {"logprobs": 5}, "logprobs", ("5", "must be true or false")),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs", ("2", "logprobs is not true")),
+        (
+            "chat/completions",
+            {"logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+            ("21", "0 to 20"),
+        ),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ("stream",)),
+    ],
+)
+def test_bad_logprobs(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str, parts: tuple[Any, ...]
+) -> None:
+    body = chat_body("hello") if path.startswith("chat") else {"prompt": "hello", "max_tokens": 4}
+    check_error(server.post(path, **body, **fields), 400, param, *parts)
 
 
 def test_nested_field(server: RunningServer) -> None:

@@ -33,12 +33,12 @@ def aborts_waiting(server: RunningServer) -> bool:
 def test_client_leaves_a_stream(server: RunningServer, engine: Engine) -> None:
     body = chat_body("hello", stream=True, n=2, documents=["some text"], **LONG)
     with Gate(engine) as gate:
-        gate.allow(4)
+        gate.allow(8)  # leading text, document, question, a token; each is read a step later
         with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert next(response.iter_lines()).startswith("data: {")
             requests = [request for request, _ in engine._streams.values()]
             assert len(requests) == 2
-        # The abort waits for the fifth step, or has come before that.
+        # The abort waits for the ninth step, or has come before that.
         wait_until(lambda: aborts_waiting(server) or not engine._streams)
         gate.open()
         server.check_idle()

@@ -1,0 +1,68 @@
+"""Whether a prompt can be served at all: everything is checked when a request is made."""
+
+from __future__ import annotations
+
+from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.engine.request import DocumentPiece, Layout, Prompt, RequestError
+
+
+def check_tokens(prompt: Prompt, vocab: int) -> None:
+    """Checks that all tokens are in the vocabulary.
+
+    Raises:
+      RequestError: one is not.
+    """
+    for piece in prompt:
+        tokens = piece.tokens if isinstance(piece, DocumentPiece) else piece
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    "prompt", f"token id {token} is not in the vocabulary of {vocab} tokens"
+                )
+
+
+def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> int:
+    """Tokens that may be generated.
+
+    Args:
+      limits: of the engine.
+      layout: of the prompt.
+      wanted: tokens that are asked for; none for as many as fit.
+      least: tokens that there must be room for.
+
+    Raises:
+      RequestError: the prompt or the tokens do not fit the context or the pool.
+    """
+    prompt = layout.num_tokens
+    if len(layout.documents) > limits.max_documents:
+        raise RequestError(
+            "documents",
+            f"{len(layout.documents)} documents, at most {limits.max_documents} are allowed "
+            "(max_documents)",
+        )
+    context_room = limits.max_model_len - prompt
+    if context_room < least:
+        raise RequestError(
+            "prompt",
+            f"the prompt with its documents has {prompt} tokens, at most "
+            f"{limits.max_model_len - least} fit in the context of {limits.max_model_len} "
+            f"(max_model_len) with {least} tokens of output",
+        )
+    if wanted is not None and wanted > context_room:
+        raise RequestError(
+            "max_tokens",
+            f"max_tokens is {wanted}, the prompt of {prompt} tokens leaves {context_room} of "
+            f"the context of {limits.max_model_len} (max_model_len)",
+        )
+    distinct = {d.key: d for d in layout.documents}.values()
+    fixed = len(layout.leading_keys)
+    fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
+    pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)
+    if pool_room < (wanted or least):
+        needed = fixed + limits.pages_for(len(layout.stream) + (wanted or least))
+        raise RequestError(
+            "prompt",
+            f"the prompt of {prompt} tokens with {wanted or least} tokens of output takes "
+            f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes)",
+        )
+    return wanted or min(context_room, pool_room)

@@ -1,0 +1,118 @@
+"""What a compiled step takes from the host besides its plan. Host code (numpy)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from lazyattn_jax.cache.pool import Slots
+from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS
+from lazyattn_jax.engine.plan import StepPlan
+from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.engine.sampler import SamplingRows
+from lazyattn_jax.engine.seats import Adjustments, Occupant, padded
+from lazyattn_jax.kernels.work import Turns, Works
+
+
+class Choices(NamedTuple):
+    """Which rows of a step a token is chosen after, and how; the same for both kinds of step."""
+
+    sampled: Int[Array, "B"]  # rows of the step
+    sampling: SamplingRows
+    adjustments: Adjustments
+    logprobs: Bool[Array, ""]  # whether any row wants them
+
+
+class StepInputs(NamedTuple):
+    """Everything a step needs from the host.
+
+    A token below 0 is the one that its row's seat got last.
+    """
+
+    tokens: Int[Array, "T"]
+    cos: Float[Array, "T H//2"]
+    sin: Float[Array, "T H//2"]
+    slots: Slots
+    turns: Turns
+    works: Works
+    choices: Choices
+
+
+def step_inputs(plan: StepPlan, choices: Choices) -> StepInputs:
+    """The inputs of a planned step."""
+    slots = Slots(plan.page, plan.offset)
+    return StepInputs(plan.tokens, plan.cos, plan.sin, slots, plan.turns, plan.works, choices)
+
+
+def make_choices(
+    size: int, rows: Sequence[int], requests: Sequence[Request], num_seats: int
+) -> Choices:
+    """Choices for ``requests``, after rows ``rows`` of the step, padded to ``size``."""
+    count = len(requests)
+    sampled = padded(list(rows), size, 0)
+    floats = np.zeros((6, size), np.float32)
+    floats[1] = floats[3] = 1  # top_p and repetition
+    ints = np.zeros((5, size), np.int64)
+    ints[4] = num_seats
+    used, held = np.zeros((2, size), bool)
+    if count:
+        floats[:, :count] = np.array([_floats(r) for r in requests], np.float32).T
+        ints[:, :count] = np.array([_ints(r) for r in requests], np.int64).T
+        used[:count] = [r.params.adjusts_logits for r in requests]
+        held[:count] = [r.num_sampled < r.params.min_tokens for r in requests]
+    temperature, top_p, min_p, repetition, presence, frequency = floats
+    top_k, step, seat = ints[[0, 3, 4]].astype(np.int32)
+    seed = ints[1:3].T.astype(np.uint32)
+    return Choices(
+        sampled,
+        SamplingRows(temperature, top_k, top_p, min_p, seed, step),
+        Adjustments(seat, used, held, repetition, presence, frequency),
+        np.asarray(any(r.params.logprobs is not None for r in requests)),
+    )
+
+
+def _floats(request: Request) -> tuple[float, ...]:
+    p = request.params
+    penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+    return p.temperature, p.top_p, p.min_p, *penalties
+
+
+def _ints(request: Request) -> tuple[int, ...]:
+    seed = request.seed
+    words = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
+    return request.params.top_k, *words, request.num_sampled, request.seat
+
+
+def occupant(
+    request: Request | None, *, max_tokens: int, vocab_size: int, end_tokens: int
+) -> Occupant:
+    """What a request's seat is set to when it is admitted.
+
+    Args:
+      request: with a seat; without one, what empties seat 0.
+      max_tokens: size of the arrays of prompt and output.
+      vocab_size: of the model.
+      end_tokens: stop tokens that a request can have beside its own.
+    """
+    prompt: list[int] = []
+    biases: Mapping[int, float] = {}
+    seat, output, stops = 0, [], []
+    if request is not None:
+        layout, biases = request.layout, request.params.logit_bias
+        prompt += layout.leading + layout.stream
+        prompt += chain.from_iterable(d.piece.tokens for d in layout.documents)
+        seat, output, stops = request.seat, request.generated, sorted(request.stop_tokens)
+    values = np.zeros(MAX_BIASES, np.float32)
+    values[: len(biases)] = list(biases.values())
+    return Occupant(
+        np.asarray(seat, np.int32),
+        padded(prompt, max_tokens, vocab_size),
+        padded(output, max_tokens, vocab_size),
+        padded(list(biases), MAX_BIASES, vocab_size),
+        values,
+        padded(stops, MAX_STOP_IDS + end_tokens, vocab_size),
+    )
