@@ -16,13 +16,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.models.tokenizer import Tokenizer
-from lazyattn_jax.prompt import chat_prompt, parse_documents, text_prompt
-from lazyattn_jax.server.async_engine import AsyncEngine, Submission
+from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
+from lazyattn_jax.server.async_engine import AsyncEngine
+from lazyattn_jax.server.documents import Documents, salt_root
+from lazyattn_jax.server.documents_api import DocumentsApi
 from lazyattn_jax.server.errors import ApiError
 from lazyattn_jax.server.http import EventStream, RequestIds, read_body, while_connected
+from lazyattn_jax.server.jobs import Submission
 from lazyattn_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -57,7 +59,10 @@ class ServerConfig:
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application; it starts the engine when it starts and stops it when it stops."""
-    api = Api(engine, config)
+    documents = Documents()
+    engine.observers.append(documents)
+    api = Api(engine, config, documents)
+    documents_api = DocumentsApi(engine, documents, config.max_body_bytes)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -72,6 +77,9 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/documents", documents_api.all, methods=["GET", "POST"]),
+            Route("/v1/documents/{name}", documents_api.one, methods=["GET", "DELETE"]),
+            Route("/v1/pool", documents_api.pool),
         ],
         middleware=[Middleware(RequestIds)],
         lifespan=lifespan,
@@ -88,8 +96,9 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 class Api:
     """The endpoints' methods."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, documents: Documents) -> None:
         self._engine = engine
+        self._documents = documents
         self._config = config
         self._created = int(time.time())
         self._unknown: set[str] = set()
@@ -126,7 +135,7 @@ class Api:
         self, kind: type[ChatRequest | CompletionRequest], request: Request
     ) -> Response:
         started = time.monotonic()
-        tokenizer = self._ready().loaded.tokenizer
+        engine = self._engine.ready()
         body = await read_body(request, self._config.max_body_bytes)
         parsed: ChatRequest | CompletionRequest | None = None
         try:
@@ -134,7 +143,11 @@ class Api:
             parsed = await asyncio.to_thread(parse_request, kind, body)
             self._check_model(parsed.model)
             self._log_unknown(unknown_fields(parsed))
-            submissions = await asyncio.to_thread(_submissions, parsed, tokenizer)
+            root = salt_root(engine, parsed.cache_salt)
+            documents = self._documents.resolve(parsed.documents, root)
+            submissions = await asyncio.to_thread(
+                _submissions, parsed, documents, engine.loaded.tokenizer
+            )
             chat = isinstance(parsed, ChatRequest)
             replies = Replies(chat=chat, model=self._config.model_name, n=parsed.choices)
             job = await self._engine.submit(replies.id, submissions)
@@ -151,18 +164,12 @@ class Api:
         finished()
         return Response(answer, media_type="application/json")
 
-    def _ready(self) -> Engine:
-        if reason := self._engine.unavailable:
-            raise reason
-        assert self._engine.engine is not None
-        return self._engine.engine
-
     def _card(self) -> ModelCard:
         return ModelCard(
             id=self._config.model_name,
             created=self._created,
             root=self._config.root,
-            max_model_len=self._ready().limits.max_model_len,
+            max_model_len=self._engine.ready().limits.max_model_len,
         )
 
     def _check_model(self, name: str | None) -> None:
@@ -182,7 +189,7 @@ class Api:
 
 
 def _submissions(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer
+    request: ChatRequest | CompletionRequest, documents: list[Document], tokenizer: Tokenizer
 ) -> list[Submission]:
     """All that a request asks for: every choice of the first prompt, then of the next.
 
@@ -190,7 +197,6 @@ def _submissions(
       RequestError: it cannot be served.
     """
     params = [request.sampling(i) for i in range(request.choices)]
-    documents = parse_documents(request.documents)
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
         prompts = [chat_prompt(tokenizer, request.messages, documents)]

@@ -13,88 +13,31 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 from lazyattn_jax.engine.engine import Engine, Output
-from lazyattn_jax.engine.request import Prompt, RequestError, SamplingParams
+from lazyattn_jax.engine.request import RequestError
+from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.llm import Usage
 from lazyattn_jax.server.errors import EngineFault, EngineUnavailable
+from lazyattn_jax.server.jobs import Event, Job, Submission
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Submission:
-    """One request for the engine.
+class Observer(Protocol):
+    """Is told what happens to requests, in the engine's thread."""
 
-    With ``shorten`` a ``max_tokens`` that does not fit is cut down to what does: the client did not
-    ask for that many, it is a default.
-    """
+    def added(self, request: Request) -> None:
+        """A request has been put in line."""
 
-    prompt: Prompt
-    params: SamplingParams
-    cache_salt: str = ""
-    shorten: bool = False
+    def started(self, request: Request) -> None:
+        """A request has its first news: what it reused is known."""
 
-
-@dataclass(frozen=True)
-class Event:
-    """More text of one request of a job; the last one has a finish reason and the token counts."""
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    usage: Usage | None = None
-
-
-class Job:
-    """Requests that were submitted together, as asyncio sees them.
-
-    Leaving the ``with`` block ends those that still run.
-    """
-
-    def __init__(self, name: str, size: int, abort: Callable[[Job], None]) -> None:
-        self.ids = tuple(f"{name}-{i}" for i in range(size))
-        self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self._unfinished = size
-        self._abort = abort
-
-    def put(self, news: Event | Exception) -> None:
-        """Hands over an event, or the error that ends the job. For the event loop's thread."""
-        self._queue.put_nowait(news)
-
-    def __aiter__(self) -> Job:
-        """The events of all requests as they come, until all are finished."""
-        return self
-
-    async def __anext__(self) -> Event:
-        """The next event.
-
-        Raises:
-          EngineFault: the engine failed.
-          EngineUnavailable: the server shuts down.
-        """
-        if not self._unfinished:
-            raise StopAsyncIteration
-        news = await self._queue.get()
-        if isinstance(news, Exception):
-            self._unfinished = 0
-            raise news
-        self._unfinished -= news.finish_reason is not None
-        return news
-
-    def close(self) -> None:
-        """Ends the requests that still run; harmless at any time."""
-        if self._unfinished:
-            self._unfinished = 0
-            self._abort(self)
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def progress(self, output: Output) -> None:
+        """There is news of a request."""
 
 
 Command = Callable[[Engine | EngineUnavailable], None]
@@ -114,11 +57,13 @@ class AsyncEngine:
         self._load = load
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, tuple[Job, int]] = {}  # of the thread, by request id
+        self._unstarted: set[str] = set()  # of the thread, request ids
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = asyncio.Event()
         self._stopping = False  # set on the loop
         self._stopped = False  # set in the thread
         self._fault: str | None = None
+        self.observers: list[Observer] = []  # complete before ``start``
         self.engine: Engine | None = None
         self.load_error: Exception | None = None
 
@@ -149,6 +94,17 @@ class AsyncEngine:
             return EngineUnavailable("the model is still being loaded", code="loading")
         return None
 
+    def ready(self) -> Engine:
+        """The engine.
+
+        Raises:
+          EngineUnavailable: there is none.
+        """
+        if reason := self.unavailable:
+            raise reason
+        assert self.engine is not None
+        return self.engine
+
     async def call[T](self, work: Callable[[Engine], T]) -> T:
         """Runs ``work`` in the engine's thread between two steps, and returns what it returns.
 
@@ -156,8 +112,7 @@ class AsyncEngine:
           EngineUnavailable: there is no engine.
           Exception: what ``work`` raises.
         """
-        if reason := self.unavailable:
-            raise reason
+        self.ready()
         answer: asyncio.Future[T] = self.loop.create_future()
 
         def command(engine: Engine | EngineUnavailable) -> None:
@@ -215,6 +170,7 @@ class AsyncEngine:
         def command(engine: Engine | EngineUnavailable) -> None:
             for name in job.ids:
                 self._jobs.pop(name, None)
+                self._unstarted.discard(name)
                 if isinstance(engine, Engine):
                     engine.abort(name)
 
@@ -252,20 +208,32 @@ class AsyncEngine:
                 self._dispatch(engine.step())
 
     def _add(self, engine: Engine, job: Job, submissions: Sequence[Submission]) -> None:
+        requests: list[Request] = []
         try:
             for i, (name, submission) in enumerate(zip(job.ids, submissions, strict=True)):
-                _add_one(engine, name, submission)
+                requests.append(_add_one(engine, name, submission))
                 self._jobs[name] = (job, i)
+            kept = zip(requests, submissions, strict=True)
+            _keep(engine, [request for request, submission in kept if submission.keep])
         except Exception:
             for name in job.ids:
                 self._jobs.pop(name, None)
                 engine.abort(name)
             raise
+        self._unstarted.update(job.ids)
+        for observer in self.observers:
+            for request in requests:
+                observer.added(request)
 
     def _dispatch(self, outputs: Sequence[Output]) -> None:
         news: list[tuple[Job, Event | Exception]] = []
         for output in outputs:
             name, reason = output.request.id, output.finish_reason
+            for observer in self.observers:
+                if name in self._unstarted:
+                    observer.started(output.request)
+                observer.progress(output)
+            self._unstarted.discard(name)
             if name in self._jobs and (output.text or reason):
                 job, index = self._jobs[name]
                 usage = Usage.of(output.request) if reason else None
@@ -300,15 +268,38 @@ class AsyncEngine:
             self.loop.call_soon_threadsafe(function, *args)
 
 
-def _add_one(engine: Engine, name: str, submission: Submission) -> None:
-    prompt, params, salt = submission.prompt, submission.params, submission.cache_salt
+def _add_one(engine: Engine, name: str, submission: Submission) -> Request:
+    add = partial(
+        engine.add,
+        submission.prompt,
+        request_id=name,
+        cache_salt=submission.cache_salt,
+        encode_only=submission.encode_only,
+    )
     try:
-        engine.add(prompt, params, request_id=name, cache_salt=salt)
+        return add(submission.params)
     except RequestError as error:
         if error.param != "max_tokens" or not submission.shorten:
             raise
-        open_ended = replace(params, max_tokens=None)
-        engine.add(prompt, open_ended, request_id=name, cache_salt=salt)
+        return add(replace(submission.params, max_tokens=None))
+
+
+def _keep(engine: Engine, requests: Sequence[Request]) -> None:
+    """Sees to it that the documents of requests stay in the pool once they are there."""
+    index, limits = engine.scheduler.index, engine.limits
+    pages = {
+        d.key: limits.pages_for(len(d.piece.tokens)) for r in requests for d in r.layout.documents
+    }
+    new = {key: count for key, count in pages.items() if not index.is_kept(key)}
+    if index.num_kept + sum(new.values()) > limits.max_kept_pages:
+        raise RequestError(
+            "pinned",
+            f"the documents take {sum(new.values())} pages, {index.num_kept} are pinned already, "
+            f"at most {limits.max_kept_pages} of the pool's {limits.num_pages} can be: half of it, "
+            "and no more than the longest request leaves (kv_pool_bytes, max_model_len)",
+        )
+    for key, count in new.items():
+        index.keep(key, count)
 
 
 def _deliver(news: Sequence[tuple[Job, Event | Exception]]) -> None:

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lazyattn_jax.server.async_engine import Job
 from lazyattn_jax.server.errors import ApiError
+from lazyattn_jax.server.jobs import Job
 from lazyattn_jax.server.replies import error_line
 
 log = logging.getLogger(__name__)

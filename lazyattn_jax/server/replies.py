@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from lazyattn_jax.llm import Usage
-from lazyattn_jax.server.async_engine import Event, Job
+from lazyattn_jax.server.jobs import Event, Job
 from lazyattn_jax.server.protocol import (
     ChatChoice,
     ChatMessage,
