@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,9 +23,10 @@ from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
 from lazyattn_jax.server.async_engine import AsyncEngine
 from lazyattn_jax.server.documents import Documents, salt_root
 from lazyattn_jax.server.documents_api import DocumentsApi
-from lazyattn_jax.server.errors import ApiError
+from lazyattn_jax.server.errors import ApiError, EngineUnavailable
 from lazyattn_jax.server.http import EventStream, RequestIds, read_body, while_connected
 from lazyattn_jax.server.jobs import Submission
+from lazyattn_jax.server.metrics import Metrics, pool_state
 from lazyattn_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -59,9 +61,9 @@ class ServerConfig:
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application; it starts the engine when it starts and stops it when it stops."""
-    documents = Documents()
-    engine.observers.append(documents)
-    api = Api(engine, config, documents)
+    documents, metrics = Documents(), Metrics()
+    engine.observers += [documents, metrics]
+    api = Api(engine, config, documents, metrics)
     documents_api = DocumentsApi(engine, documents, config.max_body_bytes)
 
     @contextlib.asynccontextmanager
@@ -69,10 +71,12 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         engine.start()
         yield
         await engine.stop(_STOP_SECONDS)
+        metrics.close()
 
     app = Starlette(
         routes=[
             Route("/health", api.health),
+            Route("/metrics", api.metrics),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -96,9 +100,12 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 class Api:
     """The endpoints' methods."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, documents: Documents) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, documents: Documents, metrics: Metrics
+    ) -> None:
         self._engine = engine
         self._documents = documents
+        self._metrics = metrics
         self._config = config
         self._created = int(time.time())
         self._unknown: set[str] = set()
@@ -112,6 +119,13 @@ class Api:
         if reason.code == "failed":
             body["reason"] = str(reason)
         return JSONResponse(body, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics: for Prometheus; without what the engine would have to say if it is gone."""
+        state = None
+        with contextlib.suppress(EngineUnavailable):
+            state = await self._engine.call(pool_state)
+        return Response(self._metrics.text(state), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the one model."""

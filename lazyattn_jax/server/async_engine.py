@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.request import RequestError
@@ -27,8 +27,11 @@ from lazyattn_jax.server.jobs import Event, Job, Submission
 log = logging.getLogger(__name__)
 
 
-class Observer(Protocol):
-    """Is told what happens to requests, in the engine's thread."""
+class Observer:
+    """Is told what happens, in the engine's thread; whoever wants to know overrides methods."""
+
+    def ready(self) -> None:
+        """The engine has been built: everything is compiled."""
 
     def added(self, request: Request) -> None:
         """A request has been put in line."""
@@ -186,6 +189,8 @@ class AsyncEngine:
             self.load_error = error
             self._fault = f"{type(error).__name__}: {error}"
         else:
+            for observer in self.observers:
+                observer.ready()
             self.engine = engine
             self._post(self._loaded.set)
             try:

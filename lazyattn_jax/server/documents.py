@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazyattn_jax.cache.segments import Segment, root_key
-from lazyattn_jax.engine.engine import Engine, Output
+from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import RequestError
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.prompt import Document, parse_documents
+from lazyattn_jax.server.async_engine import Observer
 
 MAX_STORED = 10_000
 MAX_STORED_BYTES = 256 << 20
@@ -42,8 +43,8 @@ class Record:
         return len(self.stored.content.encode()) if self.stored else 0
 
 
-class Documents:
-    """Records of documents, by salt and content. An ``Observer`` of the engine."""
+class Documents(Observer):
+    """Records of documents, by salt and content."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[bytes, str], Record] = {}
@@ -67,9 +68,6 @@ class Documents:
             record = self._record(request.layout.root, placed.piece.content_id, placed.piece.name)
             record.hits += tokens > 0
             record.last_used = now
-
-    def progress(self, output: Output) -> None:
-        """Nothing that concerns documents."""
 
     def _record(self, root: bytes, content_id: str, name: str = "") -> Record:
         if len(self._records) >= _MAX_RECORDS:
@@ -167,7 +165,7 @@ class Documents:
         """What is in the pool; documents only of one salt, and who uses them now."""
         scheduler, index = engine.scheduler, engine.scheduler.index
         segments = _segments(engine)
-        documents = []
+        documents: list[dict[str, Any]] = []
         for (of, content_id), record in self._records.items():
             resident = [segments[key] for key in record.keys if key in segments]
             if of != root or not resident:

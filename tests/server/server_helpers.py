@@ -111,6 +111,7 @@ class Gate:
         self._step = engine.step
         self._permits: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._is_open = False
+        self.taken = 0
 
     def __enter__(self) -> Gate:
         self._engine.step = self._guarded  # type: ignore[method-assign]
@@ -123,6 +124,7 @@ class Gate:
     def _guarded(self) -> Any:
         if not self._is_open and (error := self._permits.get(timeout=SECONDS)) is not None:
             raise error
+        self.taken += 1
         return self._step()
 
     def allow(self, steps: int) -> None:
