@@ -24,8 +24,9 @@ from lazyattn_jax.server.async_engine import AsyncEngine
 from lazyattn_jax.server.documents import Documents, salt_root
 from lazyattn_jax.server.documents_api import DocumentsApi
 from lazyattn_jax.server.errors import ApiError, EngineUnavailable
-from lazyattn_jax.server.http import EventStream, RequestIds, read_body, while_connected
+from lazyattn_jax.server.http import ApiKeys, EventStream, RequestIds, read_body, while_connected
 from lazyattn_jax.server.jobs import Submission
+from lazyattn_jax.server.logs import fields
 from lazyattn_jax.server.metrics import Metrics, pool_state
 from lazyattn_jax.server.protocol import (
     ChatRequest,
@@ -52,11 +53,13 @@ class ServerConfig:
       model_name: what requests call the model.
       root: where the model came from.
       max_body_bytes: size of a request body.
+      api_keys: requests under /v1 need one of these, if there are any.
     """
 
     model_name: str
     root: str
     max_body_bytes: int = 32 * MIB
+    api_keys: tuple[str, ...] = ()
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
@@ -85,7 +88,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             Route("/v1/documents/{name}", documents_api.one, methods=["GET", "DELETE"]),
             Route("/v1/pool", documents_api.pool),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds), Middleware(ApiKeys, keys=config.api_keys)],
         lifespan=lifespan,
         exception_handlers={
             ApiError: _api_error,
@@ -169,7 +172,7 @@ class Api:
             raise _bad_request(error, kind, parsed) from None
 
         def finished() -> None:
-            _log_finished(request.state.request_id, replies, time.monotonic() - started)
+            _log_finished(request, replies, time.monotonic() - started)
 
         if parsed.stream:
             return EventStream(replies.stream(job, parsed.include_usage), job, finished)
@@ -232,16 +235,27 @@ def _bad_request(
     return ApiError(400, message, param=param or None)
 
 
-def _log_finished(request_id: str, replies: Replies, seconds: float) -> None:
+def _log_finished(request: Request, replies: Replies, seconds: float) -> None:
     usage = replies.usage
     if usage is not None:
+        cached = usage.prompt_tokens_details.cached_tokens
         log.info(
             "%s 200 %d prompt tokens (%d cached), %d new, %.2f s",
-            request_id,
+            request.state.request_id,
             usage.prompt_tokens,
-            usage.prompt_tokens_details.cached_tokens,
+            cached,
             usage.completion_tokens,
             seconds,
+            extra=fields(
+                request_id=request.state.request_id,
+                path=request.url.path,
+                status=200,
+                response_id=replies.id,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=cached,
+                completion_tokens=usage.completion_tokens,
+                seconds=round(seconds, 6),
+            ),
         )
 
 
@@ -250,7 +264,9 @@ def _log_finished(request_id: str, replies: Replies, seconds: float) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    log.info("%s %d %s", request.state.request_id, error.status, error)
+    name, status = request.state.request_id, error.status
+    extra = fields(request_id=name, path=request.url.path, status=status, code=error.code)
+    log.info("%s %d %s", name, status, error, extra=extra)
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -269,5 +285,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, _: Exception) -> Response:
-    log.info("%s the client has gone", request.state.request_id)
+    name = request.state.request_id
+    log.info("%s the client has gone", name, extra=fields(request_id=name, path=request.url.path))
     return Response(status_code=499)  # nobody gets it

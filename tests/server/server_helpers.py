@@ -23,7 +23,7 @@ from lazyattn_jax.server.async_engine import AsyncEngine
 MODEL = "tiny"
 MAX_BODY = 64 << 10
 MAX_LEN = 512
-SECONDS = 30  # bound on everything that is waited for
+SECONDS = 120  # bound on everything that is waited for, on a busy machine too
 
 CONFIG = EngineConfig(
     kv_pool_bytes=1 << 20,
@@ -45,9 +45,9 @@ def wait_until(condition: Callable[[], Any]) -> None:
 class RunningServer:
     """An application behind uvicorn in a thread."""
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
+    def __init__(self, load: Callable[[], Engine], keys: tuple[str, ...] = ()) -> None:
         self.engine = AsyncEngine(load)
-        app = build_app(self.engine, ServerConfig(MODEL, "dummy:tiny", MAX_BODY))
+        app = build_app(self.engine, ServerConfig(MODEL, "dummy:tiny", MAX_BODY, keys))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(app, lifespan="on", ws="none", log_config=None, access_log=False)
@@ -57,7 +57,10 @@ class RunningServer:
         wait_until(lambda: self._server.started)
         self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
         self.openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS
+            base_url=f"{self.url}/v1",
+            api_key=keys[0] if keys else "none",
+            max_retries=0,
+            timeout=SECONDS,
         )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -95,8 +98,8 @@ def _check_idle(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def running(load: Callable[[], Engine]) -> Iterator[RunningServer]:
-    server = RunningServer(load)
+def running(load: Callable[[], Engine], *keys: str) -> Iterator[RunningServer]:
+    server = RunningServer(load, keys)
     try:
         yield server
     finally:

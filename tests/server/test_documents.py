@@ -283,7 +283,7 @@ def test_pool(server: RunningServer, engine: Engine) -> None:
             name = next(lines).split('"id":"')[1].split('"')[0]
             # Asked for while the engine waits for leave to take a step, answered after that step.
             answer = ThreadPoolExecutor(1).submit(pool)
-            wait_until(lambda: server.engine._commands.qsize())
+            wait_until(lambda: server.engine._commands.qsize() or answer.done())
             gate.allow(1)
             during = answer.result()
             gate.open()

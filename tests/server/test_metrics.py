@@ -99,7 +99,7 @@ def test_what_sharing_saves(server: RunningServer, engine: Engine) -> None:
         gate.allow(7)  # enough for four prompts, not for twelve tokens
         wait_until(lambda: gate.taken == 7)
         scraped = pool.submit(scrape, server)
-        wait_until(lambda: server.engine._commands.qsize() >= 1)
+        wait_until(lambda: server.engine._commands.qsize() or scraped.done())
         gate.allow(1)
         busy = scraped.result()
         gate.open()
