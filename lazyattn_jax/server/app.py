@@ -8,14 +8,16 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.models.tokenizer import Tokenizer
@@ -41,6 +43,7 @@ from lazyattn_jax.server.replies import Replies
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+_STATIC = Path(__file__).parent / "static"
 _STOP_SECONDS = 5.0
 _MAX_UNKNOWN = 1000  # names of unknown fields to remember
 
@@ -78,6 +81,8 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 
     app = Starlette(
         routes=[
+            Route("/", _page),
+            Mount("/static", StaticFiles(directory=_STATIC)),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/v1/models", api.models),
@@ -98,6 +103,14 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     )
     app.router.redirect_slashes = False  # a POST that is sent elsewhere helps nobody
     return app
+
+
+async def _page(_: Request) -> Response:
+    """GET /: chat with documents, and a picture of the pool. Everything comes from here."""
+    return FileResponse(
+        _STATIC / "index.html",
+        headers={"content-security-policy": "default-src 'self'; img-src 'self' data:"},
+    )
 
 
 class Api:
