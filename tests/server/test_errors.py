@@ -191,7 +191,7 @@ def test_unknown_model(server: RunningServer) -> None:
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:
     check_error(server.http.get("/v1/nowhere"), 404, None, "GET '/v1/nowhere'")
-    check_error(server.http.post("/"), 404, None, "POST '/'")
+    check_error(server.http.post("/nowhere"), 404, None, "POST '/nowhere'")
     check_error(server.http.post("/v1/completions/"), 404, None, "/v1/completions/")
     check_error(server.http.get("/a%1Bb"), 404, None, r"'/a\x1bb'")
     answer = server.http.get("/v1/completions")
