@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +106,19 @@ def running(load: Callable[[], Engine], *keys: str) -> Iterator[RunningServer]:
         yield server
     finally:
         server.stop()
+
+
+SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    """The command, with a tiny model; options that come later win."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lazyattn_jax.serve", "--model=dummy:tiny", *SMALL, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 class Gate:
