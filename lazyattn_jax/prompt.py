@@ -7,6 +7,7 @@ their place and the text is cut there.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,15 @@ class Document:
             )
         name = fields.get("id", fields.get("doc_id"))
         return cls(text, fields.get("title") or "", "" if name is None else str(name))
+
+    @property
+    def content_id(self) -> str:
+        """A name for the title and the text: equal ones have the same."""
+        digest = hashlib.sha256()
+        for part in (s.encode(errors="surrogatepass") for s in (self.title, self.text)):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return f"doc-{digest.hexdigest()[:32]}"
 
     @property
     def content(self) -> str:
@@ -268,7 +278,7 @@ def _part(part: Any, where: str) -> str | Document:
 
 def _piece(tokenizer: Tokenizer, document: Document, content: str) -> DocumentPiece:
     tokens = tuple(tokenizer.encode(content, literal=True))
-    return DocumentPiece(tokens, document.id or document.title)
+    return DocumentPiece(tokens, document.id or document.title, document.content_id)
 
 
 def _shown(value: Any) -> str:

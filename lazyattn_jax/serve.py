@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
@@ -29,6 +29,7 @@ from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
 from lazyattn_jax.server.async_engine import MAX_WAITING, AsyncEngine
+from lazyattn_jax.server.logs import set_up_logging
 
 _GRACE_SECONDS = 5  # for running requests to finish once the server is told to stop
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
@@ -52,6 +53,23 @@ def _count_of_requests(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number, at least 1")
     return int(text)
+
+
+def parse_key(text: str) -> str:
+    """An API key, or the one that ``@FILE`` names the file of.
+
+    Raises:
+      argparse.ArgumentTypeError: there is none, or it cannot be sent in a header.
+    """
+    key = text
+    if text.startswith("@"):
+        try:
+            key = Path(text[1:]).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(f"cannot read {text[1:]!r}: {error}") from None
+    if not re.fullmatch(r"[!-~]+", key):
+        raise argparse.ArgumentTypeError("a key must be printable ASCII without spaces")
+    return key
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -97,6 +115,20 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="what to log to stderr (default: %(default)s)",
+    )
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines for people, or a JSON object a line (default: %(default)s)",
+    )
+    add(
+        "--api-key",
+        action="append",
+        type=parse_key,
+        metavar="KEY",
+        help="refuse requests under /v1 without this key; @FILE takes it from a file; may be given "
+        "more than once (default: none is needed)",
     )
     add(
         "--compilation-cache",
@@ -215,7 +247,7 @@ class Server(uvicorn.Server):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until it is told to stop; returns the exit status."""
     args = make_parser().parse_args(argv)
-    _set_up_logging(args.log_level)
+    set_up_logging(args.log_level, args.log_format)
     if args.compilation_cache is not None:
         keep_compiled(args.compilation_cache)
     # Before and after uvicorn handles signals itself, which it passes on in the end.
@@ -229,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     engine = AsyncEngine(lambda: _load(args.model, config), args.max_waiting)
     name = args.served_model_name or args.model
-    app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes))
+    keys = tuple(args.api_key or ())
+    app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes, keys))
     server = Server(_uvicorn_config(app), engine, name, _url(listener))
     with contextlib.suppress(SystemExit):  # from the signal that uvicorn passes on
         server.run(sockets=[listener])
@@ -324,19 +357,6 @@ def _bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} bytes"
-
-
-def _set_up_logging(level: str) -> None:
-    # Not the root logger: libraries that are imported here have set that up in their own ways.
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    # Of the library only what went wrong, unless everything is asked for.
-    levels = {"lazyattn_jax": level, "uvicorn": "debug" if level == "debug" else "warning"}
-    for name, wanted in levels.items():
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(wanted.upper())
 
 
 def _exit(*_: object) -> NoReturn:

@@ -60,8 +60,8 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 class Segment:
     """Published KV in pool pages; immutable from the moment it is in the index.
 
-    ``pins`` counts the placements of running requests that need it, ``uses`` the requests that
-    have been computed with it.
+    ``pins`` counts the placements of running requests that need it, and one if it is kept;
+    ``uses`` the requests that have been computed with it.
     """
 
     key: bytes
@@ -86,6 +86,7 @@ class SegmentIndex:
         self._segments: dict[bytes, Segment] = {}
         self._unpinned: set[bytes] = set()
         self._unpinned_pages = 0
+        self._kept: dict[bytes, int] = {}  # pages by key; pinned while in the index
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -98,6 +99,11 @@ class SegmentIndex:
     def num_available(self) -> int:
         """Pages that are free or can be made free."""
         return self._allocator.num_free + self._unpinned_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return self._allocator.num_free
 
     @property
     def num_cached(self) -> int:
@@ -133,10 +139,35 @@ class SegmentIndex:
         if segment.pins == 0:
             self._evictable(segment)
 
+    def keep(self, key: bytes, num_pages: int) -> None:
+        """Pins a segment for good: now if it is here, else as soon as it is published.
+
+        Args:
+          key: of the segment.
+          num_pages: pages that it takes or will take.
+        """
+        if key not in self._kept:
+            self._kept[key] = num_pages
+            self.pin(key)
+
+    def let_go(self, key: bytes) -> None:
+        """Ends ``keep``; harmless for what is not kept."""
+        if self._kept.pop(key, None) is not None and key in self._segments:
+            self.unpin(self._segments[key])
+
+    def is_kept(self, key: bytes) -> bool:
+        """Whether ``keep`` holds for a key."""
+        return key in self._kept
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that kept segments take or will take."""
+        return sum(self._kept.values())
+
     def publish(
         self, key: bytes, pages: Sequence[int], num_tokens: int, *, is_document: bool
     ) -> Segment | None:
-        """Makes private pages a segment, unpinned; none if the key is taken.
+        """Makes private pages a segment, unpinned unless kept; none if the key is taken.
 
         When none is returned the pages still belong to the caller.
         """
@@ -145,6 +176,8 @@ class SegmentIndex:
         segment = Segment(key, tuple(pages), num_tokens, is_document)
         self._segments[key] = segment
         self._evictable(segment)
+        if key in self._kept:
+            self.pin(key)
         return segment
 
     def allocate(self, count: int) -> list[int] | None:
@@ -207,10 +240,10 @@ class SegmentIndex:
             lost = sorted(set(range(self._allocator.num_pages)) - set(owner))
             raise RuntimeError(f"{len(lost)} pages belong to nobody, among them page {lost[0]}")
         for key, segment in self._segments.items():
-            if segment.pins != pins.get(key, 0):
+            held = pins.get(key, 0) + (key in self._kept)
+            if segment.pins != held:
                 raise RuntimeError(
-                    f"segment {key.hex()[:12]} has {segment.pins} pins, "
-                    f"its users hold {pins.get(key, 0)}"
+                    f"segment {key.hex()[:12]} has {segment.pins} pins, its users hold {held}"
                 )
             if (key in self._unpinned) != (segment.pins == 0):
                 raise RuntimeError(f"segment {key.hex()[:12]} is filed wrongly for eviction")

@@ -47,6 +47,16 @@ class Limits:
         return self.items_for(self.pages_for(self.max_model_len) + runs) + runs
 
     @property
+    def max_kept_pages(self) -> int:
+        """Pages of documents that may be kept: half the pool, and what the longest request leaves.
+
+        So whatever is kept, every request that fits the pool can run, if need be alone.
+        """
+        partly_filled = self.max_documents + 2  # and leading text, and stream
+        longest = self.pages_for(self.max_model_len) + partly_filled
+        return max(0, min(self.num_pages // 2, self.num_pages - longest))
+
+    @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Tokens of a prefill step, smallest first."""
         return _buckets(BLOCK_ROWS, max(BLOCK_ROWS, self.max_num_batched_tokens), 8)

@@ -18,10 +18,14 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """The tokens of one document in a prompt; ``name`` is what the user calls it."""
+    """The tokens of one document in a prompt.
+
+    ``name`` is what the user calls it. ``content_id`` names what is in it, wherever it came from.
+    """
 
     tokens: tuple[int, ...]
     name: str = ""
+    content_id: str = ""
 
 
 Prompt = Sequence[Sequence[int] | DocumentPiece]

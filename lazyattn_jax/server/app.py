@@ -8,21 +8,28 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
-from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.models.tokenizer import Tokenizer
-from lazyattn_jax.prompt import chat_prompt, parse_documents, text_prompt
-from lazyattn_jax.server.async_engine import AsyncEngine, Submission
-from lazyattn_jax.server.errors import ApiError
-from lazyattn_jax.server.http import EventStream, RequestIds, read_body, while_connected
+from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
+from lazyattn_jax.server.async_engine import AsyncEngine
+from lazyattn_jax.server.documents import Documents, salt_root
+from lazyattn_jax.server.documents_api import DocumentsApi
+from lazyattn_jax.server.errors import ApiError, EngineUnavailable
+from lazyattn_jax.server.http import ApiKeys, EventStream, RequestIds, read_body, while_connected
+from lazyattn_jax.server.jobs import Submission
+from lazyattn_jax.server.logs import fields
+from lazyattn_jax.server.metrics import Metrics, pool_state
 from lazyattn_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -36,6 +43,7 @@ from lazyattn_jax.server.replies import Replies
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+_STATIC = Path(__file__).parent / "static"
 _STOP_SECONDS = 5.0
 _MAX_UNKNOWN = 1000  # names of unknown fields to remember
 
@@ -48,32 +56,44 @@ class ServerConfig:
       model_name: what requests call the model.
       root: where the model came from.
       max_body_bytes: size of a request body.
+      api_keys: requests under /v1 need one of these, if there are any.
     """
 
     model_name: str
     root: str
     max_body_bytes: int = 32 * MIB
+    api_keys: tuple[str, ...] = ()
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application; it starts the engine when it starts and stops it when it stops."""
-    api = Api(engine, config)
+    documents, metrics = Documents(), Metrics()
+    engine.observers += [documents, metrics]
+    api = Api(engine, config, documents, metrics)
+    documents_api = DocumentsApi(engine, documents, config.max_body_bytes)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
         yield
         await engine.stop(_STOP_SECONDS)
+        metrics.close()
 
     app = Starlette(
         routes=[
+            Route("/", _page),
+            Mount("/static", StaticFiles(directory=_STATIC)),
             Route("/health", api.health),
+            Route("/metrics", api.metrics),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/documents", documents_api.all, methods=["GET", "POST"]),
+            Route("/v1/documents/{name}", documents_api.one, methods=["GET", "DELETE"]),
+            Route("/v1/pool", documents_api.pool),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds), Middleware(ApiKeys, keys=config.api_keys)],
         lifespan=lifespan,
         exception_handlers={
             ApiError: _api_error,
@@ -85,11 +105,23 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     return app
 
 
+async def _page(_: Request) -> Response:
+    """GET /: chat with documents, and a picture of the pool. Everything comes from here."""
+    return FileResponse(
+        _STATIC / "index.html",
+        headers={"content-security-policy": "default-src 'self'; img-src 'self' data:"},
+    )
+
+
 class Api:
     """The endpoints' methods."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, documents: Documents, metrics: Metrics
+    ) -> None:
         self._engine = engine
+        self._documents = documents
+        self._metrics = metrics
         self._config = config
         self._created = int(time.time())
         self._unknown: set[str] = set()
@@ -103,6 +135,13 @@ class Api:
         if reason.code == "failed":
             body["reason"] = str(reason)
         return JSONResponse(body, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics: for Prometheus; without what the engine would have to say if it is gone."""
+        state = None
+        with contextlib.suppress(EngineUnavailable):
+            state = await self._engine.call(pool_state)
+        return Response(self._metrics.text(state), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the one model."""
@@ -126,7 +165,7 @@ class Api:
         self, kind: type[ChatRequest | CompletionRequest], request: Request
     ) -> Response:
         started = time.monotonic()
-        tokenizer = self._ready().loaded.tokenizer
+        engine = self._engine.ready()
         body = await read_body(request, self._config.max_body_bytes)
         parsed: ChatRequest | CompletionRequest | None = None
         try:
@@ -134,7 +173,11 @@ class Api:
             parsed = await asyncio.to_thread(parse_request, kind, body)
             self._check_model(parsed.model)
             self._log_unknown(unknown_fields(parsed))
-            submissions = await asyncio.to_thread(_submissions, parsed, tokenizer)
+            root = salt_root(engine, parsed.cache_salt)
+            documents = self._documents.resolve(parsed.documents, root)
+            submissions = await asyncio.to_thread(
+                _submissions, parsed, documents, engine.loaded.tokenizer
+            )
             chat = isinstance(parsed, ChatRequest)
             replies = Replies(
                 chat=chat,
@@ -147,7 +190,7 @@ class Api:
             raise _bad_request(error, kind, parsed) from None
 
         def finished() -> None:
-            _log_finished(request.state.request_id, replies, time.monotonic() - started)
+            _log_finished(request, replies, time.monotonic() - started)
 
         if parsed.stream:
             return EventStream(replies.stream(job, parsed.include_usage), job, finished)
@@ -156,18 +199,12 @@ class Api:
         finished()
         return Response(answer, media_type="application/json")
 
-    def _ready(self) -> Engine:
-        if reason := self._engine.unavailable:
-            raise reason
-        assert self._engine.engine is not None
-        return self._engine.engine
-
     def _card(self) -> ModelCard:
         return ModelCard(
             id=self._config.model_name,
             created=self._created,
             root=self._config.root,
-            max_model_len=self._ready().limits.max_model_len,
+            max_model_len=self._engine.ready().limits.max_model_len,
         )
 
     def _check_model(self, name: str | None) -> None:
@@ -187,7 +224,7 @@ class Api:
 
 
 def _submissions(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer
+    request: ChatRequest | CompletionRequest, documents: list[Document], tokenizer: Tokenizer
 ) -> list[Submission]:
     """All that a request asks for: every choice of the first prompt, then of the next.
 
@@ -195,7 +232,6 @@ def _submissions(
       RequestError: it cannot be served.
     """
     params = [request.sampling(i) for i in range(request.choices)]
-    documents = parse_documents(request.documents)
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
         prompts = [chat_prompt(tokenizer, request.messages, documents)]
@@ -221,16 +257,27 @@ def _bad_request(
     return ApiError(400, message, param=param or None)
 
 
-def _log_finished(request_id: str, replies: Replies, seconds: float) -> None:
+def _log_finished(request: Request, replies: Replies, seconds: float) -> None:
     usage = replies.usage
     if usage is not None:
+        cached = usage.prompt_tokens_details.cached_tokens
         log.info(
             "%s 200 %d prompt tokens (%d cached), %d new, %.2f s",
-            request_id,
+            request.state.request_id,
             usage.prompt_tokens,
-            usage.prompt_tokens_details.cached_tokens,
+            cached,
             usage.completion_tokens,
             seconds,
+            extra=fields(
+                request_id=request.state.request_id,
+                path=request.url.path,
+                status=200,
+                response_id=replies.id,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=cached,
+                completion_tokens=usage.completion_tokens,
+                seconds=round(seconds, 6),
+            ),
         )
 
 
@@ -239,7 +286,9 @@ def _log_finished(request_id: str, replies: Replies, seconds: float) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    log.info("%s %d %s", request.state.request_id, error.status, error)
+    name, status = request.state.request_id, error.status
+    extra = fields(request_id=name, path=request.url.path, status=status, code=error.code)
+    log.info("%s %d %s", name, status, error, extra=extra)
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -258,5 +307,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, _: Exception) -> Response:
-    log.info("%s the client has gone", request.state.request_id)
+    name = request.state.request_id
+    log.info("%s the client has gone", name, extra=fields(request_id=name, path=request.url.path))
     return Response(status_code=499)  # nobody gets it

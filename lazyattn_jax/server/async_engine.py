@@ -15,14 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lazyattn_jax.engine.engine import Engine, Output
-from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import Prompt, RequestError
-from lazyattn_jax.engine.runs import Request, TokenLogprobs
+from lazyattn_jax.engine.request import RequestError
+from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.llm import Usage
 from lazyattn_jax.server.errors import (
     DeadlineExceeded,
@@ -31,6 +30,7 @@ from lazyattn_jax.server.errors import (
     LineFull,
     RequestFailed,
 )
+from lazyattn_jax.server.jobs import Event, Job, Submission
 
 log = logging.getLogger(__name__)
 
@@ -38,83 +38,20 @@ MAX_WAITING = 1024
 """Requests that may wait, by default."""
 
 
-@dataclass(frozen=True)
-class Submission:
-    """One request for the engine.
+class Observer:
+    """Is told what happens, in the engine's thread; whoever wants to know overrides methods."""
 
-    With ``shorten`` a ``max_tokens`` that does not fit is cut down to what does: the client did not
-    ask for that many, it is a default. With ``shares_prompt`` it is another answer to the prompt of
-    the submission before it.
-    """
+    def ready(self) -> None:
+        """The engine has been built: everything is compiled."""
 
-    prompt: Prompt
-    params: SamplingParams
-    cache_salt: str = ""
-    shorten: bool = False
-    shares_prompt: bool = False
-    timeout: float | None = None
+    def added(self, request: Request) -> None:
+        """A request has been put in line."""
 
+    def started(self, request: Request) -> None:
+        """A request has its first news: what it reused is known."""
 
-@dataclass(frozen=True)
-class Event:
-    """More of one request of a job; the last one has a finish reason and the token counts."""
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    usage: Usage | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-class Job:
-    """Requests that were submitted together, as asyncio sees them.
-
-    Leaving the ``with`` block ends those that still run.
-    """
-
-    def __init__(self, name: str, size: int, abort: Callable[[Job], None]) -> None:
-        self.ids = tuple(f"{name}-{i}" for i in range(size))
-        self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self._unfinished = size
-        self._abort = abort
-
-    def put(self, news: Event | Exception) -> None:
-        """Hands over an event, or the error that ends the job. For the event loop's thread."""
-        self._queue.put_nowait(news)
-
-    def __aiter__(self) -> Job:
-        """The events of all requests as they come, until all are finished."""
-        return self
-
-    async def __anext__(self) -> Event:
-        """The next event.
-
-        Raises:
-          EngineFault: the engine failed.
-          EngineUnavailable: the server shuts down.
-          RequestFailed, DeadlineExceeded: one of the requests failed; the others are ended.
-        """
-        if not self._unfinished:
-            raise StopAsyncIteration
-        news = await self._queue.get()
-        if isinstance(news, Exception):
-            self.close()
-            raise news
-        self._unfinished -= news.finish_reason is not None
-        return news
-
-    def close(self) -> None:
-        """Ends the requests that still run; harmless at any time."""
-        if self._unfinished:
-            self._unfinished = 0
-            self._abort(self)
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def progress(self, output: Output) -> None:
+        """There is news of a request."""
 
 
 Command = Callable[[Engine | EngineUnavailable], None]
@@ -137,11 +74,13 @@ class AsyncEngine:
         self._ended: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, tuple[Job, int]] = {}  # of the thread, by request id
+        self._unstarted: set[str] = set()  # of the thread, request ids
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = asyncio.Event()
         self._stopping = False  # set on the loop
         self._stopped = False  # set in the thread
         self._fault: str | None = None
+        self.observers: list[Observer] = []  # complete before ``start``
         self.engine: Engine | None = None
         self.load_error: Exception | None = None
 
@@ -172,6 +111,17 @@ class AsyncEngine:
             return EngineUnavailable("the model is still being loaded", code="loading")
         return None
 
+    def ready(self) -> Engine:
+        """The engine.
+
+        Raises:
+          EngineUnavailable: there is none.
+        """
+        if reason := self.unavailable:
+            raise reason
+        assert self.engine is not None
+        return self.engine
+
     async def call[T](self, work: Callable[[Engine], T]) -> T:
         """Runs ``work`` in the engine's thread between two steps, and returns what it returns.
 
@@ -179,8 +129,7 @@ class AsyncEngine:
           EngineUnavailable: there is no engine.
           Exception: what ``work`` raises.
         """
-        if reason := self.unavailable:
-            raise reason
+        self.ready()
         answer: asyncio.Future[T] = self.loop.create_future()
 
         def command(engine: Engine | EngineUnavailable) -> None:
@@ -239,6 +188,7 @@ class AsyncEngine:
         def command(engine: Engine | EngineUnavailable) -> None:
             for name in job.ids:
                 self._jobs.pop(name, None)
+                self._unstarted.discard(name)
                 if isinstance(engine, Engine):
                     engine.abort(name)
 
@@ -254,6 +204,8 @@ class AsyncEngine:
             self.load_error = error
             self._fault = f"{type(error).__name__}: {error}"
         else:
+            for observer in self.observers:
+                observer.ready()
             self.engine = engine
             self._post(self._loaded.set)
             try:
@@ -277,19 +229,26 @@ class AsyncEngine:
 
     def _add(self, engine: Engine, job: Job, submissions: Sequence[Submission]) -> None:
         self._check_line(engine, len(submissions))
+        requests: list[Request] = []
         leader: Request | None = None
         try:
             for i, (name, submission) in enumerate(zip(job.ids, submissions, strict=True)):
                 if not submission.shares_prompt:
                     leader = None
-                request = _add_one(engine, name, submission, leader)
-                leader = leader or request
+                requests.append(_add_one(engine, name, submission, leader))
+                leader = leader or requests[-1]
                 self._jobs[name] = (job, i)
+            kept = zip(requests, submissions, strict=True)
+            _keep(engine, [request for request, submission in kept if submission.keep])
         except Exception:
             for name in job.ids:
                 self._jobs.pop(name, None)
                 engine.abort(name)
             raise
+        self._unstarted.update(job.ids)
+        for observer in self.observers:
+            for request in requests:
+                observer.added(request)
 
     def _check_line(self, engine: Engine, new: int) -> None:
         if new > self._max_waiting:
@@ -313,6 +272,11 @@ class AsyncEngine:
         news: list[tuple[Job, Event | Exception]] = []
         for output in outputs:
             name, reason = output.request.id, output.finish_reason
+            for observer in self.observers:
+                if name in self._unstarted:
+                    observer.started(output.request)
+                observer.progress(output)
+            self._unstarted.discard(name)
             if reason:
                 self._ended.append(time.monotonic())
             if name in self._jobs and (output.text or output.logprobs or reason):
@@ -368,6 +332,7 @@ def _add_one(engine: Engine, name: str, submission: Submission, leader: Request 
         cache_salt=submission.cache_salt,
         timeout=submission.timeout,
         leader=leader,
+        encode_only=submission.encode_only,
     )
     try:
         return add(submission.params)
@@ -375,6 +340,24 @@ def _add_one(engine: Engine, name: str, submission: Submission, leader: Request 
         if error.param != "max_tokens" or not submission.shorten:
             raise
         return add(replace(submission.params, max_tokens=None))
+
+
+def _keep(engine: Engine, requests: Sequence[Request]) -> None:
+    """Sees to it that the documents of requests stay in the pool once they are there."""
+    index, limits = engine.scheduler.index, engine.limits
+    pages = {
+        d.key: limits.pages_for(len(d.piece.tokens)) for r in requests for d in r.layout.documents
+    }
+    new = {key: count for key, count in pages.items() if not index.is_kept(key)}
+    if index.num_kept + sum(new.values()) > limits.max_kept_pages:
+        raise RequestError(
+            "pinned",
+            f"the documents take {sum(new.values())} pages, {index.num_kept} are pinned already, "
+            f"at most {limits.max_kept_pages} of the pool's {limits.num_pages} can be: half of it, "
+            "and no more than the longest request leaves (kv_pool_bytes, max_model_len)",
+        )
+    for key, count in new.items():
+        index.keep(key, count)
 
 
 def _deliver(news: Sequence[tuple[Job, Event | Exception]]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,8 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lazyattn_jax.server.async_engine import Job
 from lazyattn_jax.server.errors import ApiError
+from lazyattn_jax.server.jobs import Job
+from lazyattn_jax.server.logs import fields
 from lazyattn_jax.server.replies import error_line
 
 log = logging.getLogger(__name__)
@@ -115,7 +117,9 @@ class EventStream(Response):
                 try:
                     await while_connected(receive, self._send_all(first, send))
                 except ClientDisconnect:
-                    log.info("%s the client has gone", scope["state"]["request_id"])
+                    name = scope["state"]["request_id"]
+                    extra = fields(request_id=name, path=scope["path"])
+                    log.info("%s the client has gone", name, extra=extra)
                 else:
                     self._finished()
 
@@ -173,6 +177,42 @@ class RequestIds:
         except Exception:
             if started:
                 raise
-            log.exception("%s failed", request_id)
+            log.exception("%s failed", request_id, extra=fields(request_id=request_id))
             answer = JSONResponse(ApiError(500, _FAILED).body, 500)
             await answer(scope, receive, send_with_id)
+
+
+class ApiKeys:
+    """Lets requests under /v1 pass only with a key, where there are any.
+
+    Args:
+      app: what they are let through to.
+      keys: each of them opens.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, or refuses it."""
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
+        if not guarded or not self._keys or self._opens(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "the API key is missing or wrong; send 'Authorization: Bearer KEY' (--api-key)",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        name = scope["state"]["request_id"]
+        log.info("%s 401 no valid API key", name, extra=fields(request_id=name, status=401))
+        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    def _opens(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip().encode()
+        # All are compared, each in constant time: how long it takes says nothing.
+        matches = [secrets.compare_digest(key, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)

@@ -158,6 +158,20 @@ def parse_request[R: GenerateRequest](kind: type[R], body: bytes) -> R:
     Raises:
       RequestError: not JSON, or a field is missing, of the wrong type, or not supported.
     """
+    request = parse_body(kind, body)
+    if not 1 <= request.choices <= MAX_N:
+        raise RequestError("n", f"n is {shown(request.n)}, must be 1 to {MAX_N}")
+    for name, value in (request.model_extra or {}).items():
+        _check_neutral(name, value)
+    return request
+
+
+def parse_body[M: BaseModel](kind: type[M], body: bytes) -> M:
+    """Reads a JSON object.
+
+    Raises:
+      RequestError: not JSON, or a field is missing or of the wrong type.
+    """
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -165,14 +179,9 @@ def parse_request[R: GenerateRequest](kind: type[R], body: bytes) -> R:
     if not isinstance(fields, dict):
         raise RequestError("", f"the body is {shown(fields)}, must be a JSON object")
     try:
-        request = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _request_error(error) from None
-    if not 1 <= request.choices <= MAX_N:
-        raise RequestError("n", f"n is {shown(request.n)}, must be 1 to {MAX_N}")
-    for name, value in (request.model_extra or {}).items():
-        _check_neutral(name, value)
-    return request
 
 
 def unknown_fields(request: GenerateRequest) -> list[str]:

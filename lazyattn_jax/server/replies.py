@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lazyattn_jax.engine.runs import TokenLogprobs
 from lazyattn_jax.llm import Usage
 from lazyattn_jax.models.tokenizer import Tokenizer
-from lazyattn_jax.server.async_engine import Event, Job
+from lazyattn_jax.server.jobs import Event, Job
 from lazyattn_jax.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from lazyattn_jax.server.protocol import (
     ChatChoice,

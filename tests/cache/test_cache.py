@@ -65,6 +65,25 @@ def test_pinned_segments_stay_and_what_cannot_do_evicts_nothing():
     assert len(index) == 0
 
 
+def test_a_kept_segment_is_pinned_when_it_comes_and_until_it_is_let_go():
+    index, (a,) = index_with(4, 2)
+    b = b"later"
+    index.keep(a, 2)
+    index.keep(b, 2)
+    assert index.num_kept == 4
+    assert index.publish(b, index.allocate(2), 2, is_document=True).pins == 1
+    assert index.num_available == 0
+    assert index.allocate(1) is None
+    index.discard(a)
+    assert a in index
+    index.check_integrity([], {})
+    index.let_go(a)
+    assert not index.is_kept(a)
+    assert index.is_kept(b)
+    assert len(index.allocate(2)) == 2
+    assert a not in index
+
+
 def test_unpinning_too_often_is_noticed():
     index, (a,) = index_with(2, 2)
     segment = index.pin(a)
@@ -143,6 +162,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.loose: list[int] = []
         self.order: list[bytes] = []  # unpinned keys, least recently used first
         self.sizes: dict[bytes, int] = {}
+        self.kept: set[bytes] = set()
         self.count = 0
 
     @rule(target=private, count=st.integers(1, 5))
@@ -168,7 +188,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.count += 1
             assert self.index.publish(key, pages, len(pages), is_document=True)
             self.sizes[key] = len(pages)
-            self.order.append(key)
+            if key not in self.kept:
+                self.order.append(key)
         else:
             self.index.free(pages)
 
@@ -190,13 +211,40 @@ class IndexMachine(RuleBasedStateMachine):
             self.held[segment.key] -= 1
             if not self.held[segment.key]:
                 del self.held[segment.key]
-                self.order.append(segment.key)
+                if segment.key not in self.kept:
+                    self.order.append(segment.key)
+
+    @rule(number=st.integers(0, 20))
+    def keep(self, number):
+        """Also what is not there yet."""
+        key = number.to_bytes(4, "little")
+        self.index.keep(key, 2)
+        self.kept.add(key)
+        if key in self.order:
+            self.order.remove(key)
+
+    @rule(number=st.integers(0, 20))
+    def let_go(self, number):
+        key = number.to_bytes(4, "little")
+        self.index.let_go(key)
+        if key in self.kept and key in self.sizes and key not in self.held:
+            self.order.append(key)
+        self.kept.discard(key)
+
+    @rule(number=st.integers(0, 20))
+    def discard(self, number):
+        key = number.to_bytes(4, "little")
+        self.index.discard(key)
+        if key in self.order:
+            self.order.remove(key)
+            del self.sizes[key]
 
     @invariant()
     def consistent(self):
         self.index.check_integrity(self.loose, self.held)
         assert {s.key for s in self.index.segments()} == set(self.sizes)
         assert self.index.num_cached == sum(self.sizes.values())
+        assert self.index.num_kept == 2 * len(self.kept)
 
 
 TestIndex = IndexMachine.TestCase

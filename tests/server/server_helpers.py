@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from lazyattn_jax.server.async_engine import AsyncEngine
 MODEL = "tiny"
 MAX_BODY = 64 << 10
 MAX_LEN = 512
-SECONDS = 30  # bound on everything that is waited for
+SECONDS = 120  # bound on everything that is waited for, on a busy machine too
 
 CONFIG = EngineConfig(
     kv_pool_bytes=1 << 20,
@@ -45,9 +47,11 @@ def wait_until(condition: Callable[[], Any]) -> None:
 class RunningServer:
     """An application behind uvicorn in a thread."""
 
-    def __init__(self, load: Callable[[], Engine], **options: Any) -> None:
+    def __init__(
+        self, load: Callable[[], Engine], keys: tuple[str, ...] = (), **options: Any
+    ) -> None:
         self.engine = AsyncEngine(load, **options)
-        app = build_app(self.engine, ServerConfig(MODEL, "dummy:tiny", MAX_BODY))
+        app = build_app(self.engine, ServerConfig(MODEL, "dummy:tiny", MAX_BODY, keys))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(app, lifespan="on", ws="none", log_config=None, access_log=False)
@@ -57,7 +61,10 @@ class RunningServer:
         wait_until(lambda: self._server.started)
         self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
         self.openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS
+            base_url=f"{self.url}/v1",
+            api_key=keys[0] if keys else "none",
+            max_retries=0,
+            timeout=SECONDS,
         )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -95,12 +102,25 @@ def _check_idle(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def running(load: Callable[[], Engine], **options: Any) -> Iterator[RunningServer]:
-    server = RunningServer(load, **options)
+def running(load: Callable[[], Engine], *keys: str, **options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(load, keys, **options)
     try:
         yield server
     finally:
         server.stop()
+
+
+SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    """The command, with a tiny model; options that come later win."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lazyattn_jax.serve", "--model=dummy:tiny", *SMALL, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 class Gate:
@@ -111,6 +131,7 @@ class Gate:
         self._step = engine.step
         self._permits: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._is_open = False
+        self.taken = 0
 
     def __enter__(self) -> Gate:
         self._engine.step = self._guarded  # type: ignore[method-assign]
@@ -123,6 +144,7 @@ class Gate:
     def _guarded(self) -> Any:
         if not self._is_open and (error := self._permits.get(timeout=SECONDS)) is not None:
             raise error
+        self.taken += 1
         return self._step()
 
     def allow(self, steps: int) -> None:

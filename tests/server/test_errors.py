@@ -82,7 +82,8 @@ def test_bad_bodies(server: RunningServer, path: str, body: bytes, part: str) ->
         ("documents", [5], ("5", "a string or an object")),
         ("documents", [""], ("is empty",)),
         ("documents", [{"id": "a", "text": "  "}], ("'a'", "is empty")),
-        ("documents", [{"id": "a"}], ("'id'", "no 'text'")),
+        ("documents", [{"id": "a"}], ("'a'", "/v1/documents")),
+        ("documents", [{"title": "a"}], ("'title'", "no 'text'")),
         ("documents", [{"text": 5}], ("5", "must be a string")),
         ("documents", ["x"] * 9, ("9 documents", "at most 8", "max_documents")),
         ("best_of", 2, ("2", "null or 1")),
@@ -227,7 +228,7 @@ def test_unknown_model(server: RunningServer) -> None:
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:
     check_error(server.http.get("/v1/nowhere"), 404, None, "GET '/v1/nowhere'")
-    check_error(server.http.post("/"), 404, None, "POST '/'")
+    check_error(server.http.post("/nowhere"), 404, None, "POST '/nowhere'")
     check_error(server.http.post("/v1/completions/"), 404, None, "/v1/completions/")
     check_error(server.http.get("/a%1Bb"), 404, None, r"'/a\x1bb'")
     answer = server.http.get("/v1/completions")

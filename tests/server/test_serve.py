@@ -5,26 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import socket
-import subprocess
-import sys
 
 import httpx
 import pytest
-from server_helpers import SECONDS, wait_until
+from server_helpers import SECONDS, start, wait_until
 
 from lazyattn_jax.serve import make_parser, parse_size
 from lazyattn_jax.server.replies import data_line
-
-SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
-
-
-def start(*options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lazyattn_jax.serve", "--model=dummy:tiny", *SMALL, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_start_serve_and_stop() -> None:
