@@ -272,7 +272,8 @@ def _block(
 
     def walk(entry, carry):
         scalars, place, (acc, m, total) = carry
-        first_tile, num_tiles, last_valid, _, num_rows, flush, fresh, dest = scalars
+        first_tile, num_tiles, last_valid = scalars[:3]
+        num_rows, flush, fresh, dest = scalars[4:]
         following = scalars_of(jnp.minimum(entry + 1, end - 1))
 
         @pl.loop(0, num_rows)

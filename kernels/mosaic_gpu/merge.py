@@ -109,9 +109,9 @@ def _block(
         caps = [jnp.where(begin + i * at_once + j < end, -_LOWEST, _LOWEST) for j in range(at_once)]
         new = []
         for c, (acc, top, total) in enumerate(carry):
-            values, lses = zip(*found[c::together], strict=True)
+            values, given = zip(*found[c::together], strict=True)
             lses = [
-                jnp.minimum(x, jnp.full((HEADS,), cap)) for x, cap in zip(lses, caps, strict=True)
+                jnp.minimum(x, jnp.full((HEADS,), cap)) for x, cap in zip(given, caps, strict=True)
             ]
             above = functools.reduce(jnp.maximum, lses, top)
             keep = jnp.exp2(top - above)
