@@ -175,9 +175,8 @@ class Api:
             self._log_unknown(unknown_fields(parsed))
             root = salt_root(engine, parsed.cache_salt)
             documents = self._documents.resolve(parsed.documents, root)
-            submissions = await asyncio.to_thread(
-                _submissions, parsed, documents, engine.loaded.tokenizer
-            )
+            tokenizer = engine.loaded.tokenizer
+            submissions = await asyncio.to_thread(_submissions, parsed, documents, tokenizer)
             chat = isinstance(parsed, ChatRequest)
             replies = Replies(
                 chat=chat,
