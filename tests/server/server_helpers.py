@@ -111,13 +111,17 @@ def running(load: Callable[[], Engine], *keys: str) -> Iterator[RunningServer]:
 SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
 
 
-def start(*options: str) -> subprocess.Popen[str]:
-    """The command, with a tiny model; options that come later win."""
+def start(*options: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """The command, with a tiny model; options that come later win.
+
+    ``before`` runs in the process before the command does.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "lazyattn_jax.serve", "--model=dummy:tiny", *SMALL, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=before,
     )
 
 
