@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ STREAMS, WHOLES = 6, 6
 
 @contextlib.contextmanager
 def server(
-    port: int, *options: str, before: Callable[[], None] | None = None
+    port: int, *options: str, through: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     url = f"http://127.0.0.1:{port}"
-    process = start(f"--port={port}", "--max-num-seqs=4", *options, before=before)
+    process = start(f"--port={port}", "--max-num-seqs=4", *options, through=through)
 
     def ready() -> bool:
         assert process.poll() is None, process.communicate()
@@ -139,12 +138,9 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
 
 def test_compiled_programs_that_cannot_be_kept(tmp_path: Path) -> None:
     """As with a full disk: no file can be written, and everything works without."""
-
-    def no_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
+    no_files = ("sh", "-c", 'ulimit -f 0 && exec "$@"', "sh")
     cache = tmp_path / "cache"
-    with server(free_port(), f"--compilation-cache={cache}", before=no_files) as (_, url):
+    with server(free_port(), f"--compilation-cache={cache}", through=no_files) as (_, url):
         answer = whole(url, 0, 12)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 12
