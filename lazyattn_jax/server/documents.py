@@ -26,7 +26,8 @@ _MAX_RECORDS = 2 * MAX_STORED  # of documents that are stored or were seen
 class Record:
     """One document, by its content, and what became of it.
 
-    ``keys`` are those of its segments: one for each text that it was encoded after.
+    ``keys`` are those of its segments: one for each text that it was encoded after. ``text_bytes``
+    is the size of what is stored.
     """
 
     name: str
@@ -36,11 +37,7 @@ class Record:
     keys: set[bytes] = field(default_factory=set)
     stored: Document | None = None
     created: float = 0.0
-
-    @property
-    def text_bytes(self) -> int:
-        """Size of what is stored."""
-        return len(self.stored.content.encode()) if self.stored else 0
+    text_bytes: int = 0
 
 
 class Documents(Observer):
@@ -138,6 +135,7 @@ class Documents(Observer):
             if record.stored is None:
                 named = Document(document.text, document.title, document.content_id)
                 record.stored, record.created = named, time.time()
+                record.text_bytes = len(document.content.encode())
 
     def delete(self, engine: Engine, content_id: str, root: bytes) -> bool:
         """Forgets a document, and evicts its segments unless they are in use. False: no such."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -113,10 +113,21 @@ def running(load: Callable[[], Engine], *keys: str, **options: Any) -> Iterator[
 SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
 
 
-def start(*options: str) -> subprocess.Popen[str]:
-    """The command, with a tiny model; options that come later win."""
+def start(*options: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """The command, with a tiny model; options that come later win.
+
+    ``through`` is a command that runs the one that follows it.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", "lazyattn_jax.serve", "--model=dummy:tiny", *SMALL, *options],
+        [
+            *through,
+            sys.executable,
+            "-m",
+            "lazyattn_jax.serve",
+            "--model=dummy:tiny",
+            *SMALL,
+            *options,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ STREAMS, WHOLES = 6, 6
 
 
 @contextlib.contextmanager
-def server(port: int, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(
+    port: int, *options: str, through: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     url = f"http://127.0.0.1:{port}"
-    process = start(f"--port={port}", "--max-num-seqs=4", *options)
+    process = start(f"--port={port}", "--max-num-seqs=4", *options, through=through)
 
     def ready() -> bool:
         assert process.poll() is None, process.communicate()
@@ -132,3 +134,14 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/documents/{card['id']}").status_code == 404
     compiled = {path for path in cache.iterdir() if path.name.endswith("-cache")}
     assert compiled == {path for path in programs if path.name.endswith("-cache")}
+
+
+def test_compiled_programs_that_cannot_be_kept(tmp_path: Path) -> None:
+    """As with a full disk: no file can be written, and everything works without."""
+    no_files = ("sh", "-c", 'ulimit -f 0 && exec "$@"', "sh")
+    cache = tmp_path / "cache"
+    with server(free_port(), f"--compilation-cache={cache}", through=no_files) as (_, url):
+        answer = whole(url, 0, 12)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 12
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size]

@@ -194,7 +194,7 @@ function showPool(pool) {
   const { pages } = pool;
   const of = (count) => `${count} ${count === 1 ? "page" : "pages"}, ${size(count * pool.page_bytes)}`;
   $("load").textContent = `${of(pages.total)}; ${of(pages.free)} free; ` +
-    `${pool.running} requests running, ${pool.waiting} waiting`;
+    `requests: ${pool.running} running, ${pool.waiting} waiting`;
   const kinds = [
     ["text", pages.text, "text before and between documents, and answers"],
     ["private", pages.private, "being computed"],
