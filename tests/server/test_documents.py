@@ -128,7 +128,7 @@ def test_deleting_what_is_in_use(server: RunningServer, engine: Engine) -> None:
     alone = ask(server, [FROG], salt)
     body = chat_body("What is it?", documents=[{"id": frog["id"]}], cache_salt=salt, stream=True)
     with Gate(engine) as gate:
-        gate.allow(2)
+        gate.allow(3)  # each step is read a step later
         with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()
             text = next(lines)

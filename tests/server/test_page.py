@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -22,15 +21,12 @@ OPTIONS = [
 FROG = ("Frogs", "The glass frog lives in <b>cloud</b> forests.")
 CLOCK = ("Clocks", "The comet clock was built by Jonas Weir.")
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "CI" not in os.environ, reason="no chromium is installed"
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 expect.set_options(timeout=1000 * SECONDS)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None, "install Debian's chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser
