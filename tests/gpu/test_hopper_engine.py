@@ -14,7 +14,7 @@ from flax import nnx
 
 from lazyattn_jax.bench.kernels import has_hopper
 from lazyattn_jax.engine.config import EngineConfig
-from lazyattn_jax.engine.request import SamplingParams
+from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.models.load import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
@@ -36,21 +36,6 @@ PROMPTS = [
 ]
 
 
-class ForcedEngine(EngineUnderTest):
-    """Goes on with tokens of our choice, so that one near tie does not part two engines."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        inner = self._runner._run
-
-        def run(prefill, plan, rows, requests):
-            result = inner(prefill, plan, rows, requests)
-            tokens = [7 * request.num_generated + i for i, request in enumerate(requests)]
-            return dataclasses.replace(result, tokens=np.array(tokens, np.int32))
-
-        self._runner._run = run
-
-
 def logits_of(loaded, attention: str) -> list[np.ndarray]:
     """Of every token of every prompt; a prompt alone, then all at once over cached documents."""
     config = EngineConfig(
@@ -62,8 +47,11 @@ def logits_of(loaded, attention: str) -> list[np.ndarray]:
         attention=attention,
         check_invariants=True,
     )
-    engine = ForcedEngine(loaded, config)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    engine = EngineUnderTest(loaded, config)
+    # The same tokens whatever the logits: one near tie would part two engines.
+    params = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias={7: 100.0}
+    )
     requests = engine.run(PROMPTS[0], params=params) + engine.run(*PROMPTS, params=params)
     return [np.stack(engine.logits[request.id]) for request in requests]
 
