@@ -130,9 +130,7 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     *scratch, queries, softmax = refs
     window, windows = pl.program_id(1), pl.num_programs(1)
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
-    reader = Reader(
-        sizes, first_ref[windows], head_block, stream_ref, angles_ref, pools, *scratch
-    )
+    reader = Reader(sizes, first_ref[windows], head_block, stream_ref, angles_ref, pools, *scratch)
 
     @pl.when(window == 0)
     def _():

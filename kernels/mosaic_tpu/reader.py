@@ -173,8 +173,8 @@ class Reader:
         def _(_):
             position, number = self.at[_At.WORK_POSITION], self.at[_At.WORK_ENTRY]
             length, turns, before = (self.word(position + i) for i in range(HEADER))
-            self.at[_At.WORK_POSITION] = position + before + self._div_up(
-                length, self.sizes.page_size
+            self.at[_At.WORK_POSITION] = (
+                position + before + self._div_up(length, self.sizes.page_size)
             )
             self.at[_At.WORK_ENTRY] = number + 1
 

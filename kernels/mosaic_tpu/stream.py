@@ -7,7 +7,7 @@ any length takes only a few KiB of its scalar memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from lazyattn_jax.kernels.dense import spread
 from lazyattn_jax.kernels.work import DoesNotFit, Runs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from jaxtyping import Int
 
 CHUNK = 1024
@@ -73,3 +75,25 @@ def stream_of(
         out[at[owner] + place] = values
         at = at + counts
     return out
+
+
+class Record(NamedTuple):
+    """What the stream says of one entry."""
+
+    length: int
+    turns: Int[np.ndarray, "t"]
+    others: Int[np.ndarray, "o"]
+    pages: Int[np.ndarray, "p"]
+
+
+def records(stream: Int[np.ndarray, "words"], num_entries: int, page_size: int) -> Iterator[Record]:
+    """The entries of a stream, as a kernel reads them."""
+    at = 0
+    for _ in range(num_entries):
+        length, turns, before = (int(x) for x in stream[at : at + HEADER])
+        pages = -(-length // page_size)
+        first, end = at + HEADER + turns, at + before
+        yield Record(
+            length, stream[at + HEADER : first], stream[first:end], stream[end : end + pages]
+        )
+        at = end + pages

@@ -33,13 +33,11 @@ def check_device(device: jax.Device) -> None:
 
 
 def is_fused(head_dim: int) -> bool:
-    """Whether the kernels want keys and values side by side in one array of pages."""
+    """Whether the kernels take keys and values side by side in one array of pages."""
     return 2 * head_dim == LANES
 
 
-def check_arrays(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, turns: Turns
-) -> int:
+def check_arrays(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, turns: Turns) -> int:
     """Checks that arrays agree and are what the kernels take; returns query heads a KV head.
 
     Raises:
@@ -49,7 +47,7 @@ def check_arrays(
     head_dim, (num_pages, kv_heads, page_size, width) = q.shape[-1], k_pages.shape
     if v_pages is None:
         if width % 2:
-            raise ValueError(f"pages are {k_pages.shape}; keys and values side by side are even")
+            raise ValueError(f"fused pages are {k_pages.shape}, rows of them must be even")
         width //= 2
         half = jax.ShapeDtypeStruct((num_pages, kv_heads, page_size, width), k_pages.dtype)
         group = check_shapes(q, half, half, turns)
@@ -57,8 +55,8 @@ def check_arrays(
         group = check_shapes(q, k_pages, v_pages, turns)
     check_supported(q.dtype, head_dim, page_size, group)
     if is_fused(head_dim) != (v_pages is None):
-        wanted = "side by side in one array" if is_fused(head_dim) else "in arrays of their own"
-        raise NotImplementedError(f"head_dim {head_dim} takes keys and values {wanted}")
+        kind = "fused pages" if v_pages is None else "keys and values in arrays of their own"
+        raise NotImplementedError(f"{kind} at head_dim {head_dim}; fused are taken at 64 only")
     return group
 
 

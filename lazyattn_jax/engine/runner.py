@@ -18,7 +18,7 @@ from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
 from lazyattn_jax.engine.sampler import SamplingRows, sample
-from lazyattn_jax.kernels.api import choose, lazy_decode, lazy_prefill
+from lazyattn_jax.kernels.api import choose, lazy_decode, lazy_prefill, wants_fused_pages
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.kernels.work import Turns, Works
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -84,7 +84,13 @@ class Runner:
         self._planner = Planner(
             limits, self._lists, frequencies, rope.attention_factor, check=check
         )
-        self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
+        self._pool = make_pool(
+            loaded.config,
+            limits.num_pages,
+            limits.page_size,
+            self._dtype,
+            fused=wants_fused_pages(attention, loaded.config.head_dim),
+        )
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(
             partial(_step, graph, attention=attention, scale=scale),

@@ -16,7 +16,7 @@ from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from hopper_cases import error, random_decode, random_prefill
+from attention_cases import error, random_decode, random_prefill
 
 
 def has_hopper() -> bool:
