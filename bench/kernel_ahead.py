@@ -11,13 +11,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from lazyattn_jax.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from lazyattn_jax.kernels.mosaic_gpu.ahead import Usage, usage_on_h200
-from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
-    MODEL_SHAPES,
-    ModelShape,
-    decode_arguments,
-    prefill_arguments,
-)
+from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import MOST_PIECES
 
 PAGE_SIZES = (16, 32, 64, 128)

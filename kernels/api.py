@@ -15,10 +15,12 @@ from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels import reference, xla
 from lazyattn_jax.kernels.mosaic_gpu import attention as mosaic_gpu
-from lazyattn_jax.kernels.mosaic_gpu.support import check_device, check_supported
+from lazyattn_jax.kernels.mosaic_gpu import support as gpu
+from lazyattn_jax.kernels.mosaic_tpu import attention as mosaic_tpu
+from lazyattn_jax.kernels.mosaic_tpu import support as tpu
 from lazyattn_jax.kernels.work import Turns, Works
 
-Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
+Implementation = Literal["auto", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
 
 # Under jit an implementation is traced once for all the layers that call it.
 _IMPLEMENTATIONS = MappingProxyType(
@@ -26,12 +28,14 @@ _IMPLEMENTATIONS = MappingProxyType(
         name: jax.jit(attention, static_argnames=("block_rows", "scale"))
         for name, attention in {
             "mosaic_gpu": mosaic_gpu.lazy_attention,
+            "mosaic_tpu": mosaic_tpu.lazy_attention,
             "xla": xla.lazy_attention,
             "reference": reference.lazy_attention,
         }.items()
     }
 )
-_AUTO_ORDER = ("mosaic_gpu", "xla")
+_KERNELS = ("mosaic_gpu", "mosaic_tpu")
+_AUTO_ORDER = (*_KERNELS, "xla")
 
 
 def choose(
@@ -59,16 +63,28 @@ def choose(
     """
     if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise ValueError(_unknown(implementation))
-    if implementation not in ("auto", "mosaic_gpu"):
-        return implementation
-    try:
-        check_device(device)
-        check_supported(dtype, head_dim, page_size, group)
-    except NotImplementedError as reason:
-        if implementation == "mosaic_gpu":
-            raise NotImplementedError(f"attention mosaic_gpu cannot be used: {reason}") from None
-        return "xla"
-    return "mosaic_gpu"
+    for kernel in _KERNELS:
+        if implementation not in ("auto", kernel):
+            continue
+        try:
+            if kernel == "mosaic_gpu":
+                gpu.check_device(device)
+                gpu.check_supported(dtype, head_dim, page_size, group)
+            else:
+                tpu.check_device(device)
+                tpu.check_supported(dtype, head_dim, page_size, group)
+        except NotImplementedError as reason:
+            if implementation == kernel:
+                message = f"attention {kernel} cannot be used: {reason}"
+                raise NotImplementedError(message) from None
+        else:
+            return kernel
+    return "xla" if implementation == "auto" else implementation
+
+
+def wants_fused_pages(implementation: str, head_dim: int) -> bool:
+    """Whether an implementation takes keys and values side by side in one array of pages."""
+    return implementation == "mosaic_tpu" and tpu.is_fused(head_dim)
 
 
 def _unknown(implementation: str) -> str:
@@ -100,7 +116,7 @@ def _run(
 def lazy_prefill(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"] | None,
     turns: Turns,
     work: Any,
     *,
@@ -112,8 +128,9 @@ def lazy_prefill(
 
     Args:
       q: queries, rotated at their positions in the request; float32, bfloat16 or float16.
-      k_pages: keys rotated at the positions they were encoded at; same dtype as q.
-      v_pages: values.
+      k_pages: keys rotated at the positions they were encoded at; same dtype as q. With fused
+        pages ``[P K S 2H]``: each slot's key and then its value.
+      v_pages: values; none with fused pages. See ``wants_fused_pages``.
       turns: the rotations of the step.
       work: the work list: what the implementation's ``WorkLists`` made.
       block_rows: the most rows of an item of ``PrefillWork``.
@@ -138,7 +155,7 @@ def lazy_prefill(
 def lazy_decode(
     q: Float[Array, "B N H"],
     k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"] | None,
     turns: Turns,
     works: Works,
     *,

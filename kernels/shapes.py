@@ -45,12 +45,20 @@ def check_dense(works: Works) -> None:
         raise NotImplementedError(f"work lists {kinds}; takes those that DenseLists makes")
 
 
-def check_shapes(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, turns: Turns) -> int:
+def check_shapes(
+    q: jax.Array,
+    k_pages: jax.Array | jax.ShapeDtypeStruct,
+    v_pages: jax.Array | jax.ShapeDtypeStruct | None,
+    turns: Turns,
+) -> int:
     """Validates what every implementation needs; returns the query heads per KV head.
 
     Raises:
+      NotImplementedError: keys and values side by side in one array of pages.
       ValueError: shapes or dtypes that disagree, naming both.
     """
+    if v_pages is None:
+        raise NotImplementedError("fused pages; takes keys and values in arrays of their own")
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"K pages are {k_pages.dtype}{k_pages.shape}, V pages {v_pages.dtype}{v_pages.shape}; "

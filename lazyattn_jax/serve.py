@@ -148,7 +148,7 @@ def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) 
         help="size of the KV pool, e.g. 512MiB or 2e9 (default: 1GiB on a CPU, else 90%% of the "
         "memory that the weights leave)",
     )
-    add("--page-size", type=int, metavar="TOKENS", help="a power of two (default: 16)")
+    add("--page-size", type=int, metavar="TOKENS", help="a power of two (default: 16; on a TPU 64)")
     add(
         "--max-model-len",
         type=int,

@@ -3,6 +3,9 @@
 One K and one V array per layer, ``[pages, kv_heads, page_size, head_dim]``: a page of one head is
 contiguous, so a kernel reads it in one piece, and no layer's array is ever a slice of a larger one
 (slicing a stack copies it).
+
+Where rows of a head would be padded in memory, the pool can be fused: one array per layer,
+``[pages, kv_heads, page_size, 2 * head_dim]``, that holds each slot's key next to its value.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from lazyattn_jax.models.config import LlamaConfig
 
 
 class LayerKV(NamedTuple):
-    """One layer's share of the pool."""
+    """One layer's share of the pool; fused, ``k`` holds the values too and ``v`` is none."""
 
     k: Float[Array, "P K S H"]
-    v: Float[Array, "P K S H"]
+    v: Float[Array, "P K S H"] | None
 
 
 class Slots(NamedTuple):
@@ -37,17 +40,21 @@ def bytes_per_token(config: LlamaConfig, dtype: jnp.dtype) -> int:
 
 
 def make_pool(
-    config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype
+    config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype, *, fused: bool = False
 ) -> list[LayerKV]:
     """Allocates the pool on the default device."""
-    shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+    width = config.head_dim * (2 if fused else 1)
+    shape = (num_pages, config.num_kv_heads, page_size, width)
     make = jax.jit(lambda: jnp.zeros(shape, dtype))
-    return [LayerKV(make(), make()) for _ in range(config.num_layers)]
+    return [LayerKV(make(), None if fused else make()) for _ in range(config.num_layers)]
 
 
 def write(kv: LayerKV, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Slots) -> LayerKV:
     """Stores new keys (rotated where they stand) and values; in place when the pool is donated."""
-    return LayerKV(
-        kv.k.at[slots.page, :, slots.offset].set(k, mode="drop"),
-        kv.v.at[slots.page, :, slots.offset].set(v, mode="drop"),
-    )
+
+    def stored(pages: Array, new: Array) -> Array:
+        return pages.at[slots.page, :, slots.offset].set(new, mode="drop")
+
+    if kv.v is None:
+        return LayerKV(stored(kv.k, jnp.concatenate([k, v], axis=-1)), None)
+    return LayerKV(stored(kv.k, k), stored(kv.v, v))

@@ -35,8 +35,8 @@ class EngineConfig:
       document_gap: positions left out between the prefix and a document.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
-      attention: implementation of the attention: ``auto``, ``mosaic_gpu``
-        (NVIDIA Hopper), ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
+      attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
+        ``mosaic_tpu``, ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
         elsewhere) or ``float16``.
       check_invariants: check before every step that its plan names only pages of the pool, and
@@ -84,7 +84,7 @@ class EngineConfig:
           ValueError: the pool or the context does not fit; the message gives the sizes.
         """
         cpu = jax.default_backend() == "cpu"
-        page_size = self.page_size or 16
+        page_size = self.page_size or _default_page_size()
         page_bytes = page_size * bytes_per_token(model, dtype)
         pool_bytes = self.kv_pool_bytes or _default_pool_bytes()
         num_pages = pool_bytes // page_bytes
@@ -121,6 +121,11 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
             max_documents=self.max_documents,
         )
+
+
+def _default_page_size() -> int:
+    """On a TPU large enough that starting the copies of a tile takes less than they do."""
+    return 64 if jax.default_backend() == "tpu" else 16
 
 
 def _free_bytes() -> int | None:

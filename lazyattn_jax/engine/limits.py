@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
 from lazyattn_jax.kernels.mosaic_gpu.lists import HopperLists
+from lazyattn_jax.kernels.mosaic_tpu.lists import TpuLists
 from lazyattn_jax.kernels.work import WorkLists
 
 
@@ -101,10 +102,12 @@ def work_lists(
       num_cores: cores of the device, where the implementation asks for them.
     """
     dense = dense_lists(limits)
-    if implementation != "mosaic_gpu":
-        return dense
-    sizes = limits.page_size, group, kv_heads, num_cores
-    return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
+    if implementation == "mosaic_tpu":
+        return TpuLists(limits.page_size, group, dense.prefill_items, dense.decode_items)
+    if implementation == "mosaic_gpu":
+        sizes = limits.page_size, group, kv_heads, num_cores
+        return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
+    return dense
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

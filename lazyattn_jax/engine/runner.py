@@ -19,7 +19,7 @@ from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
 from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
 from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, score, step
-from lazyattn_jax.kernels.api import choose
+from lazyattn_jax.kernels.api import choose, wants_fused_pages
 from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
 
@@ -70,7 +70,13 @@ class Runner:
         self._planner = Planner(
             limits, self._lists, frequencies, rope.attention_factor, check=check
         )
-        self._pool = make_pool(loaded.config, limits.num_pages, limits.page_size, self._dtype)
+        self._pool = make_pool(
+            loaded.config,
+            limits.num_pages,
+            limits.page_size,
+            self._dtype,
+            fused=wants_fused_pages(attention, loaded.config.head_dim),
+        )
         vocab = loaded.config.vocab_size
         self._seats = make_seats(limits.max_num_seqs, vocab, end_tokens)
         self._occupant = partial(

@@ -19,8 +19,8 @@ from lazyattn_jax.bench.kernel_cases import HEADLINE, Case, Variant, make_step
 from lazyattn_jax.bench.kernel_report import is_met, save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result
 from lazyattn_jax.kernels import dense, xla
+from lazyattn_jax.kernels.model_shapes import ModelShape
 from lazyattn_jax.kernels.mosaic_gpu.ahead import Usage
-from lazyattn_jax.kernels.mosaic_gpu.model_shapes import ModelShape
 
 DECODE = Case("D1", 3, 2, tokens=40, documents=4, zipf=1.0, goal=0.9)
 PREFILL = Case("P1", 2, 2, tokens=40, new=9, goal=0.6)

@@ -17,7 +17,7 @@ from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from hopper_cases import error, random_decode, random_prefill
+from attention_cases import error, random_decode, random_prefill
 
 pytestmark = pytest.mark.skipif(not has_hopper(), reason="needs an NVIDIA Hopper GPU")
 

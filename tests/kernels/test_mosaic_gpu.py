@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper_cases import decode_case, error, prefill_case
+from attention_cases import DECODE, PREFILL, decode_case, error, prefill_case
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
@@ -79,62 +79,6 @@ def check(kernel, case, work, bound=5e-3, **options) -> None:
         assert error(out, expected) < bound
 
 
-DECODE = {
-    "shared": {"holds": [[0, 1], [0], [0, 2]], "lengths": [300, 70, 64]},
-    "ragged": {
-        "holds": [[0], [1], [2, 3, 4]],
-        "lengths": [1, 17, 63, 65, 100],
-        "group": 3,
-        "head_dim": 64,
-        "page_size": 16,
-    },
-    "far": {
-        "holds": [[0, 1], [0]],
-        "lengths": [150, 33],
-        "group": 1,
-        "page_size": 32,
-        "largest_delta": 10**9,
-    },
-    "one row": {"holds": [[0]], "lengths": [70], "group": 16, "page_size": 128},
-    "twice": {"holds": [[0, 1, 0]], "lengths": [130, 20], "head_dim": 64, "page_size": 128},
-    "two rows twice": {
-        "holds": [[0, 0], [1, 0, 0]],
-        "lengths": [140, 20],
-        "group": 2,
-        "page_size": 32,
-    },
-    "hold nothing": {
-        "holds": [[], [0], [], [1], []],
-        "lengths": [40, 80],
-        "head_dim": 64,
-        "page_size": 16,
-    },
-    "empty run": {
-        "holds": [[0], [1, 0, 2], [0, 2]],
-        "lengths": [0, 40, 64],
-        "group": 3,
-        "page_size": 32,
-    },
-    "nothing": {"holds": [[], []], "lengths": []},
-    "many heads": {"holds": [[0]] * 6, "lengths": [200], "group": 16, "head_dim": 64},
-    "many rows": {
-        "holds": [[0]] * 17,
-        "lengths": [70],
-        "group": 1,
-        "head_dim": 64,
-        "page_size": 128,
-    },
-    "heads": {
-        "holds": [[0, 1], [0]],
-        "lengths": [130, 10],
-        "kv_heads": 3,
-        "group": 3,
-        "head_dim": 64,
-    },
-    "merged in chunks": {"holds": [[b % 2] for b in range(32)] + [[0, 1]], "lengths": [70, 90]},
-}
-
-
 @pytest.mark.parametrize("options", DECODE.values(), ids=DECODE.keys())
 def test_decode(options):
     case = decode_case(0, **options)
@@ -168,34 +112,6 @@ def test_one_worker_goes_on_in_a_softmax():
 def test_decode_float16():
     case = decode_case(3, [[0, 1], [0]], [200, 30], group=4, dtype=jnp.float16)
     check(lazy_decode, case, decode_work(case), bound=1e-3)
-
-
-PREFILL = {
-    "encoded": {"requests": [(40, 0, [])]},
-    "encoded over tiles": {"requests": [(140, 0, [])], "group": 1, "head_dim": 64, "page_size": 16},
-    "question": {
-        "requests": [(10, 30, [(200, 0), (50, 0)])],
-        "group": 3,
-        "head_dim": 64,
-        "page_size": 32,
-    },
-    "inserted": {"requests": [(40, 20, [(70, 25)])], "head_dim": 64, "page_size": 128},
-    "inserted late": {"requests": [(70, 0, [(130, 66), (40, 69)])], "head_dim": 64, "group": 4},
-    "inserted in one row": {"requests": [(9, 0, [(30, 8)])], "group": 8, "page_size": 16},
-    "chunk": {"requests": [(20, 150, [])], "group": 8, "head_dim": 64, "page_size": 64},
-    "chunk at a tile": {"requests": [(20, 128, [(128, 0)])], "group": 4, "page_size": 64},
-    "padding": {"requests": [(3, 0, [(20, 0)]), (1, 9, [])], "padding": 37, "head_dim": 64},
-    "only padding": {"requests": [], "padding": 5, "head_dim": 64},
-    "empty document": {"requests": [(6, 0, [(0, 0), (17, 2), (0, 5)])], "head_dim": 64},
-    "far": {"requests": [(8, 8, [(150, 0), (20, 3)])], "group": 1, "largest_delta": 10**9},
-    "requests": {
-        "requests": [(5, 0, []), (20, 130, [(40, 0)]), (1, 0, [(140, 0)]), (33, 3, [])],
-        "kv_heads": 2,
-        "head_dim": 64,
-        "page_size": 32,
-    },
-    "many heads": {"requests": [(11, 20, [(40, 3)])], "group": 16, "head_dim": 64},
-}
 
 
 @pytest.mark.parametrize("options", PREFILL.values(), ids=PREFILL.keys())

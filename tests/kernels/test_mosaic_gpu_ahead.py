@@ -11,14 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lazyattn_jax.kernels.model_shapes import LLAMA_3_1_8B, MODEL_SHAPES
 from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h200
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
-from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
-    LLAMA_3_1_8B,
-    MODEL_SHAPES,
-    decode_arguments,
-    prefill_arguments,
-)
+from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only")

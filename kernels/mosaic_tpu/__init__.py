@@ -1,0 +1,1 @@
+"""Attention over the pool for TPUs, in Pallas Mosaic TPU."""

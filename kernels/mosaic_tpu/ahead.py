@@ -1,0 +1,107 @@
+"""Compiling for a TPU without one, with the real compiler: libtpu against a described topology.
+
+Needs libtpu, but no TPU: ``pip install 'lazyattn-jax[ahead]'``. jax then runs on the CPU
+(``jax_platforms``). It proves that a program compiles and what it takes of the chip's memories, not
+that it is right or fast.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+"""The smallest topology of each generation; programs are compiled for one device of it."""
+
+# Without these libtpu asks the network which machine this is, and allows one process only.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel of a compiled program, and the bytes that it takes of a core's memory."""
+
+    name: str
+    vmem: int
+
+
+def is_installed() -> bool:
+    """Whether the compiler is there."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def abstract_device(generation: str) -> AbstractDevice:
+    """What jax asks about a device of a generation, for ``jax.sharding.use_abstract_mesh``."""
+    device = _device(generation)
+    return AbstractDevice(
+        device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
+    )
+
+
+def compile_for_tpu(
+    generation: str,
+    function: Callable[..., Any],
+    *args: Any,
+    donate: int | tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """Compiles ``function`` for one device of a generation.
+
+    Args:
+      generation: one of ``TOPOLOGIES``.
+      function: what to compile, jitted or not.
+      args: arrays, or shapes, like its arguments.
+      donate: arguments whose memory the results may take.
+
+    Raises:
+      RuntimeError: libtpu is not installed.
+    """
+    sharding = SingleDeviceSharding(_device(generation))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    mesh = AbstractMesh((), (), abstract_device=abstract_device(generation))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
+        return traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def kernels_of(compiled: jax.stages.Compiled) -> list[Kernel]:
+    """The Pallas kernels of a program.
+
+    Raises:
+      RuntimeError: the compiler does not say what one of them takes.
+    """
+    found = []
+    for line in (compiled.as_text() or "").splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = re.match(r"\s*(?:ROOT )?%([\w-]+)", line)
+        used = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', line)
+        if name is None or used is None:
+            raise RuntimeError(f"cannot read what a kernel takes: {line[:200]}")
+        found.append(Kernel(name[1], int(used[1])))
+    return found
+
+
+def _device(generation: str) -> Any:
+    if not is_installed():
+        raise RuntimeError("no libtpu; install lazyattn-jax[ahead] to compile for a TPU")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    name = TOPOLOGIES[generation]
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]

@@ -1,0 +1,211 @@
+"""Lazy prefill on a TPU: attention of ragged runs of tokens over the pool, rotated in the kernel.
+
+A core goes through the windows of a step, and through the entries of each window. An entry's rows
+are turned once for its run, then blocks of rows attend to one tile of it after the other; blocks
+that see nothing of a tile are left out. Queries and results of windows come and go beside that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from lazyattn_jax.kernels.mosaic_tpu.layout import (
+    LANES,
+    angle_rows,
+    factors,
+    padded_queries,
+    turned,
+)
+from lazyattn_jax.kernels.mosaic_tpu.plan import TpuPrefillWork, block_rows, window_rows
+from lazyattn_jax.kernels.mosaic_tpu.reader import Reader, Sizes
+from lazyattn_jax.kernels.mosaic_tpu.softmax import LOWEST, attend
+from lazyattn_jax.kernels.mosaic_tpu.support import check_arrays, heads_at_once
+from lazyattn_jax.kernels.work import Turns
+
+TILE = 512
+"""Slots that are attended to at once."""
+
+_WIDTHS = (128, 256, TILE)
+"""Slots of what is left of a run: the least that suffices is attended to."""
+
+_MARGIN = 2 * 2**20
+"""Bytes of a core's memory for what the compiler puts there."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Static sizes of one kernel."""
+
+    head_dim: int
+    group: int
+    reader: Sizes
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Shape of a window's queries."""
+        return (self.reader.heads, self.group, window_rows(self.group), LANES)
+
+    @property
+    def scratch(self) -> list[Any]:
+        return [
+            *self.reader.scratch(),
+            pltpu.VMEM(self.window, self.reader.dtype),  # queries, turned
+            pltpu.VMEM((3, *self.window), jnp.float32),  # softmax
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a core's memory."""
+        item = jnp.dtype(self.reader.dtype).itemsize
+        elements = self.reader.heads * self.group * window_rows(self.group) * LANES
+        window = elements * (5 * item + 3 * 4)
+        return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
+
+
+def lazy_prefill(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"] | None,
+    turns: Turns,
+    work: TpuPrefillWork,
+    *,
+    scale: float,
+    interpret: Any = False,
+) -> Float[Array, "T N H"]:
+    """Attention of ragged runs of consecutive tokens over the pool; see ``kernels.api``.
+
+    For the arguments and the errors see ``decode.lazy_decode``; the work list is that of
+    ``plan.plan_prefill``.
+    """
+    group = check_arrays(q, k_pages, v_pages, turns)
+    num_rows, _, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
+    size, windows = window_rows(group), work.first_entry.shape[0] - 1
+    if windows != -(-num_rows // size):
+        raise ValueError(
+            f"the work list has {windows} windows of {size} query rows, q has {num_rows} rows"
+        )
+
+    def shape_of(heads: int) -> _Shape:
+        return _Shape(head_dim, group, Sizes(page_size, TILE, 1, heads, len(pools), q.dtype))
+
+    heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, bool(interpret))
+    shape = shape_of(heads)
+    queries = jnp.pad(padded_queries(q), ((0, windows * size - num_rows), (0, 0), (0, 0)))
+    queries = queries.reshape(-1, kv_heads, group, LANES).transpose(1, 2, 0, 3)
+    block = pl.BlockSpec(shape.window, lambda h, w, *_: (h, 0, w, 0))
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    out = pl.pallas_call(
+        functools.partial(_kernel, shape),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(kv_heads // heads, windows),
+            in_specs=[block, in_memory, in_memory, *[in_memory for _ in pools]],
+            out_specs=block,
+            scratch_shapes=shape.scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem
+        ),
+        interpret=interpret,
+        name="lazy_prefill",
+    )(work.first_entry, queries, work.stream, angle_rows(turns, scale), *pools)
+    return out[..., LANES - head_dim :].transpose(2, 0, 1, 3)[:num_rows].reshape(q.shape)
+
+
+def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
+    sizes, group, size = shape.reader, shape.group, block_rows(shape.group)
+    pools, out_ref = refs[: sizes.pools], refs[sizes.pools]
+    *scratch, queries, softmax = refs[sizes.pools + 1 :]
+    window, windows = pl.program_id(1), pl.num_programs(1)
+    head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
+    reader = Reader(sizes, first_ref[windows], head_block, stream_ref, angles_ref, pools, *scratch)
+
+    @pl.when(window == 0)
+    def _():
+        reader.start()
+
+    @pl.loop(0, sizes.heads)
+    def _(k):
+        zeros = jnp.zeros(shape.window[1:], jnp.float32)
+        for i, start in enumerate((zeros + LOWEST, zeros, zeros)):
+            softmax[i, k] = start
+
+    def rows_of(block):
+        return pl.ds(pl.multiple_of(block * size, size), size)
+
+    def load(ref, k, block):
+        return ref[k, :, rows_of(block)].reshape(group * size, LANES)
+
+    def store(ref, k, block, x):
+        ref[k, :, rows_of(block)] = x.reshape(group, size, LANES).astype(ref.dtype)
+
+    def attend_to(slots, k, block, stage, visible):
+        keys, values = (
+            ring[stage, k, pl.ds(0, slots)] for ring in (reader.rings[0], reader.rings[-1])
+        )
+        state = [load(softmax.at[i], k, block) for i in range(3)]
+        state = attend(load(queries, k, block), keys, values, state, visible)
+        for i, x in enumerate(state):
+            store(softmax.at[i], k, block, x)
+
+    def work(entry, angles):
+        causal, first, end = (reader.word(entry.others + i) for i in range(3))
+        blocks = lax.div(first, size), lax.div(end + size - 1, size)
+        cos, sin = factors(angles[0], shape.head_dim)
+
+        @pl.loop(0, sizes.heads)
+        def _(k):
+            @pl.loop(*blocks)
+            def _(block):
+                store(queries, k, block, turned(load(q_ref, k, block), cos, sin))
+
+        def one(tile, left, stage):
+            here = causal - tile * TILE
+            # Blocks whose last row sees none of the tile are left out.
+            begin = jnp.maximum(blocks[0], lax.div(jnp.maximum(-here, 0), size))
+            is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
+            is_plain = is_whole & (left >= TILE) & (here + first >= TILE - 1)
+
+            def visible(block):
+                row = lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
+                seen = jnp.minimum(left, here + row + 1)
+                seen = jnp.where((row >= first) & (row < end), seen, 0)
+                return seen.reshape(group * size, LANES)
+
+            def all_heads(slots, masked):
+                @pl.loop(0, sizes.heads)
+                def _(k):
+                    @pl.loop(begin, blocks[1])
+                    def _(block):
+                        attend_to(slots, k, block, stage, visible(block) if masked else None)
+
+            pl.when(is_plain)(lambda: all_heads(TILE, False))
+            for less, slots in zip((0, *_WIDTHS), _WIDTHS, strict=False):
+                fits = left > less if slots == TILE else (left > less) & (left <= slots)
+                pl.when(~is_plain & fits)(functools.partial(all_heads, slots, True))
+
+        reader.tiles(entry, one)
+
+    reader.entries(first_ref[window + 1] - first_ref[window], work)
+
+    @pl.when(window == windows - 1)
+    def _():
+        reader.stop()
+
+    @pl.loop(0, sizes.heads)
+    def _(k):
+        top, total, out = (softmax[i, k] for i in range(3))
+        # A row that sees nothing has weights of masked scores only.
+        out_ref[k] = jnp.where(top > LOWEST / 2, out / total, 0.0).astype(out_ref.dtype)
