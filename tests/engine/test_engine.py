@@ -343,7 +343,7 @@ def test_every_token_has_random_numbers_of_its_own(make_engine):
         zip(request.generated, engine.logits[request.id], strict=True)
     ):
         rows = SamplingRows(
-            *(np.array([x], t) for x, t in ((1.5, "f4"), (0, "i4"), (0.9, "f4"))),
+            *(np.array([x], t) for x, t in ((1.5, "f4"), (0, "i4"), (0.9, "f4"), (0.0, "f4"))),
             np.array([[0, 7]], np.uint32),
             np.array([step], np.int32),
         )

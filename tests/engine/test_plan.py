@@ -156,7 +156,8 @@ def test_what_is_known_changes_no_plan(seed):
     for _ in range(150):
         changed = traffic.change()
         for run in traffic.runs:
-            run.append(traffic.rng.randrange(50))
+            run.append_pending()
+            run.fill(traffic.rng.randrange(50))
             traffic.grow(run)
         plan = planner.decode(traffic.runs)
         assert_same(plan, new_planner().decode(traffic.runs))
@@ -210,7 +211,8 @@ def test_a_batch_that_grows_into_another_shape():
     planner, traffic, buckets = new_planner(), Traffic(0), set()
     run = with_documents(LIMITS.decode_items(1) - 1)
     for _ in range(140):
-        run.append(1)
+        run.append_pending()
+        run.fill(1)
         traffic.grow(run)
         plan = planner.decode([run])
         assert_same(plan, new_planner().decode([run]))

@@ -55,7 +55,9 @@ def test_a_named_implementation_never_falls_back(device, change, reason):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'cuda'; choose auto or one of mosaic_gpu, mosaic_tpu, xla"):
+    with pytest.raises(
+        ValueError, match="'cuda'; choose auto or one of mosaic_gpu, mosaic_tpu, xla"
+    ):
         choose("cuda", **LLAMA, device=CPU)
 
 
