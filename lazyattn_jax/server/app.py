@@ -29,7 +29,7 @@ from lazyattn_jax.server.errors import ApiError, EngineUnavailable
 from lazyattn_jax.server.http import ApiKeys, EventStream, RequestIds, read_body, while_connected
 from lazyattn_jax.server.jobs import Submission
 from lazyattn_jax.server.logs import fields
-from lazyattn_jax.server.metrics import Metrics, pool_state
+from lazyattn_jax.server.metrics import Metrics, engine_state
 from lazyattn_jax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -77,7 +77,6 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         engine.start()
         yield
         await engine.stop(_STOP_SECONDS)
-        metrics.close()
 
     app = Starlette(
         routes=[
@@ -140,7 +139,7 @@ class Api:
         """GET /metrics: for Prometheus; without what the engine would have to say if it is gone."""
         state = None
         with contextlib.suppress(EngineUnavailable):
-            state = await self._engine.call(pool_state)
+            state = await self._engine.call(engine_state)
         return Response(self._metrics.text(state), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:

@@ -41,9 +41,6 @@ MAX_WAITING = 1024
 class Observer:
     """Is told what happens, in the engine's thread; whoever wants to know overrides methods."""
 
-    def ready(self) -> None:
-        """The engine has been built: everything is compiled."""
-
     def added(self, request: Request) -> None:
         """A request has been put in line."""
 
@@ -204,8 +201,6 @@ class AsyncEngine:
             self.load_error = error
             self._fault = f"{type(error).__name__}: {error}"
         else:
-            for observer in self.observers:
-                observer.ready()
             self.engine = engine
             self._post(self._loaded.set)
             try:

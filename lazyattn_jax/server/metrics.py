@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,15 +19,14 @@ from lazyattn_jax.engine.runs import Request, State
 from lazyattn_jax.server.async_engine import Observer
 
 PREFIX = "lazyattn:"
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _FIRST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 @dataclass(frozen=True)
-class PoolState:
-    """What the scheduler knows between two steps.
+class EngineState:
+    """What an engine and its scheduler know between two steps.
 
     Attributes:
       running: requests that hold pages.
@@ -43,6 +40,10 @@ class PoolState:
       decode_distinct: the same, what several share counted once.
       preemptions: since the start.
       evictions: segments, since the start.
+      steps: prefill and decode steps, since the start.
+      host_seconds: the host's own work for them.
+      wait_seconds: time that was left to wait for the device.
+      compilations: programs compiled since the engine was ready.
     """
 
     running: int
@@ -56,14 +57,18 @@ class PoolState:
     decode_distinct: int
     preemptions: int
     evictions: int
+    steps: int
+    host_seconds: float
+    wait_seconds: float
+    compilations: int
 
 
-def pool_state(engine: Engine) -> PoolState:
+def engine_state(engine: Engine) -> EngineState:
     """The state of an engine; to be called in its thread."""
     scheduler, index = engine.scheduler, engine.scheduler.index
     referenced, distinct = _pages(scheduler.active)
     decode = _pages(r for r in scheduler.active if r.state is State.DECODE)
-    return PoolState(
+    return EngineState(
         running=len(scheduler.active),
         waiting=scheduler.num_waiting,
         used=1 - index.num_available / engine.limits.num_pages,
@@ -75,6 +80,10 @@ def pool_state(engine: Engine) -> PoolState:
         decode_distinct=decode[1],
         preemptions=scheduler.num_preemptions,
         evictions=index.num_evicted,
+        steps=engine.stats.steps,
+        host_seconds=engine.stats.host_seconds,
+        wait_seconds=engine.stats.wait_seconds,
+        compilations=engine.stats.compilations,
     )
 
 
@@ -93,7 +102,6 @@ class Metrics(Observer):
     """Counts, and writes what it has counted as Prometheus' text."""
 
     def __init__(self) -> None:
-        self._listens = False
         self._registry = CollectorRegistry()
         self._scheduler = _SchedulerCollector()
         self._registry.register(self._scheduler)
@@ -113,9 +121,6 @@ class Metrics(Observer):
             ["finished_reason"],
             registry=self._registry,
         )
-        self._compilations = self._counter(
-            "recompiles", "Programs compiled since the server was ready; should stay 0"
-        )
         self._first = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _FIRST_BUCKETS
         )
@@ -131,19 +136,6 @@ class Metrics(Observer):
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, about, buckets=buckets, registry=self._registry)
-
-    def ready(self) -> None:
-        """Counts what is compiled from now on."""
-        jax.monitoring.register_event_duration_secs_listener(self._compiled)
-        self._listens = True
-
-    def close(self) -> None:
-        """Stops counting what is compiled."""
-        if self._listens:
-            jax.monitoring.unregister_event_duration_listener(self._compiled)
-
-    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
-        self._compilations.inc(event == _COMPILE_EVENT)
 
     def started(self, request: Request) -> None:
         """Counts the prompt and what of it was reused."""
@@ -164,13 +156,14 @@ class Metrics(Observer):
         if output.finish_reason is None or request.first_token_at is None:
             return
         now = time.monotonic()
-        self._finished.labels(output.finish_reason).inc()
+        if output.finish_reason not in ("error", "timeout"):
+            self._finished.labels(output.finish_reason).inc()
         self._whole.observe(now - request.arrived_at)
         if request.num_generated > 1:
             later = request.num_generated - 1
             self._per_token.observe((now - request.first_token_at) / later)
 
-    def text(self, state: PoolState | None) -> bytes:
+    def text(self, state: EngineState | None) -> bytes:
         """Everything, in Prometheus' text format; without a state only what is counted here."""
         self._scheduler.state = state
         return generate_latest(self._registry)
@@ -180,7 +173,7 @@ class _SchedulerCollector(Collector):
     """The metrics that come from a state."""
 
     def __init__(self) -> None:
-        self.state: PoolState | None = None
+        self.state: EngineState | None = None
 
     def collect(self) -> Iterator[Metric]:
         state = self.state
@@ -208,5 +201,16 @@ class _SchedulerCollector(Collector):
             )
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, about, value)
-        yield CounterMetricFamily(PREFIX + "num_preemptions", "Preemptions", state.preemptions)
-        yield CounterMetricFamily(PREFIX + "evictions", "Evicted segments", state.evictions)
+        counts = {
+            "num_preemptions": ("Preemptions", state.preemptions),
+            "evictions": ("Evicted segments", state.evictions),
+            "engine_steps": ("Prefill and decode steps", state.steps),
+            "engine_host_seconds": ("The host's own work for steps", state.host_seconds),
+            "engine_wait_seconds": ("Waiting for the device", state.wait_seconds),
+            "recompiles": (
+                "Programs compiled since the engine was ready; should stay 0",
+                state.compilations,
+            ),
+        }
+        for name, (about, value) in counts.items():
+            yield CounterMetricFamily(PREFIX + name, about, value)
