@@ -18,8 +18,8 @@ from lazyattn_jax.models.load import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from attention_cases import error
 from engine_helpers import EngineUnderTest, document, text
-from hopper_cases import error
 
 pytestmark = pytest.mark.skipif(not has_hopper(), reason="needs an NVIDIA Hopper GPU")
 

@@ -19,7 +19,7 @@ OPTIONS = [
     "--disable-component-update",
 ]
 FROG = ("Frogs", "The glass frog lives in <b>cloud</b> forests.")
-CLOCK = ("Clocks", "The comet clock was built by Jonas Weir.")
+CLOCK = ("Clocks", "The comet clock on <i>this</i> page was built by Jonas Weir.")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 expect.set_options(timeout=1000 * SECONDS)
