@@ -358,6 +358,7 @@ class Scheduler:
         for request in ended:
             self.finish(request)
         for key in keys[::-1]:
+            self.index.let_go(key)  # what is unusable is not kept either
             self.index.discard(key)
         return ended
 

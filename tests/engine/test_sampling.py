@@ -254,6 +254,13 @@ def test_logits_that_are_not_finite_fail_their_request_only(loaded):
     (request,) = engine.run(longer)
     assert request.cached_tokens == 13 + 17 + 16
     assert_matches_oracle(engine, request, longer)
+    # A document that cannot be used is not kept either, though somebody wanted it to be.
+    index = engine.scheduler.index
+    key = engine.add([SYSTEM, poisoned, QUESTION], GREEDY).layout.documents[0].key
+    index.keep(key, 2)
+    engine.drain()
+    assert key not in index
+    assert not index.is_kept(key)
     engine.assert_idle()
 
 
