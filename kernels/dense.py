@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int
 
-from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, References, Runs
+from lazyattn_jax.kernels.work import DecodeWork, PrefillWork, References, Runs, WorkLists
 
 BLOCK_ROWS = 64
 """Query rows of one prefill item."""
@@ -30,7 +30,7 @@ def item_pages(page_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class DenseLists:
+class DenseLists(WorkLists):
     """``WorkLists`` of ``PrefillWork`` and ``DecodeWork``.
 
     Attributes:
@@ -92,14 +92,6 @@ class DenseLists:
 
         alone, shared = work(narrow, size == 1), work(wide, size > 1)
         return None if alone is None or shared is None else (alone, shared)
-
-    def empty(self, prefill: bool, bucket: int) -> tuple[PrefillWork | DecodeWork, ...]:
-        """Lists of the shapes of a batch shape, without any item."""
-        nothing = np.zeros(0, np.int32)
-        make = self.prefill if prefill else self.decode
-        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
-        assert works is not None
-        return works
 
     def num_turns(self, prefill: bool, bucket: int) -> int:
         """As many as items; a step with more turns takes the next bucket."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import Array, Float, Int
 
 type Works = tuple[Any, ...]
@@ -99,6 +100,11 @@ class WorkLists(Protocol):
 
     def empty(self, prefill: bool, bucket: int) -> Works:
         """Lists of the shapes of that batch shape, with nothing to do."""
+        nothing = np.zeros(0, np.int64)
+        make = self.prefill if prefill else self.decode
+        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
+        assert works is not None
+        return works
 
     def num_turns(self, prefill: bool, bucket: int) -> int:
         """Entries of ``Turns`` that a step of that batch shape has, the identity included."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, ITEM_SLOTS
 from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
 from lazyattn_jax.kernels.mosaic_gpu.plan import HopperDecodeWork, num_workers, plan_decode
@@ -16,11 +14,11 @@ from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
     plan_prefill,
     rows_per_block,
 )
-from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
+from lazyattn_jax.kernels.work import DoesNotFit, References, Runs, WorkLists
 
 
 @dataclass(frozen=True)
-class HopperLists:
+class HopperLists(WorkLists):
     """``WorkLists`` of ``HopperPrefillWork`` and ``HopperDecodeWork``.
 
     Attributes:
@@ -79,16 +77,6 @@ class HopperLists:
         except DoesNotFit:
             return None
         return (work,)
-
-    def empty(
-        self, prefill: bool, bucket: int
-    ) -> tuple[HopperPrefillWork] | tuple[HopperDecodeWork]:
-        """Lists of the shapes of a batch shape, without anything to attend to."""
-        nothing = np.zeros(0, np.int64)
-        make = self.prefill if prefill else self.decode
-        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
-        assert works is not None
-        return works
 
     def num_turns(self, prefill: bool, bucket: int) -> int:
         """As many as items; a step with more turns takes the next bucket."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, item_pages
 from lazyattn_jax.kernels.mosaic_tpu.plan import (
     DECODE_WORDS,
@@ -17,11 +15,11 @@ from lazyattn_jax.kernels.mosaic_tpu.plan import (
     plan_prefill,
     window_rows,
 )
-from lazyattn_jax.kernels.work import DoesNotFit, References, Runs
+from lazyattn_jax.kernels.work import DoesNotFit, References, Runs, WorkLists
 
 
 @dataclass(frozen=True)
-class TpuLists:
+class TpuLists(WorkLists):
     """``WorkLists`` of ``TpuPrefillWork`` and ``TpuDecodeWork``.
 
     Attributes:
@@ -72,14 +70,6 @@ class TpuLists:
         except DoesNotFit:
             return None
         return (work,)
-
-    def empty(self, prefill: bool, bucket: int) -> tuple[TpuPrefillWork] | tuple[TpuDecodeWork]:
-        """Lists of the shapes of a batch shape, without anything to attend to."""
-        nothing = np.zeros(0, np.int64)
-        make = self.prefill if prefill else self.decode
-        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
-        assert works is not None
-        return works
 
     def num_turns(self, prefill: bool, bucket: int) -> int:
         """As many as items; a step with more turns takes the next bucket."""
