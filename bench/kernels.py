@@ -24,6 +24,7 @@ from lazyattn_jax.bench.kernel_extra import WRITES, measure_plans, measure_write
 from lazyattn_jax.bench.kernel_report import save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result, measure_case
 from lazyattn_jax.bench.timing import read_ceiling
+from lazyattn_jax.kernels.mosaic_gpu.support import check_device
 
 NAMES = (*(case.name for case in CASES), "write", "plan")
 
@@ -80,8 +81,11 @@ def run(args: argparse.Namespace) -> None:
 
 def has_hopper() -> bool:
     """Whether jax runs on an NVIDIA GPU that the kernels are for."""
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+    try:
+        check_device(jax.devices()[0])
+    except NotImplementedError:
+        return False
+    return True
 
 
 def measure(

@@ -34,7 +34,9 @@ _IMPLEMENTATIONS = MappingProxyType(
         }.items()
     }
 )
-_KERNELS = ("mosaic_gpu", "mosaic_tpu")
+_KERNELS = MappingProxyType({"mosaic_gpu": gpu, "mosaic_tpu": tpu})
+"""What the kernels of a kind of device take."""
+
 _AUTO_ORDER = (*_KERNELS, "xla")
 
 
@@ -63,16 +65,12 @@ def choose(
     """
     if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise ValueError(_unknown(implementation))
-    for kernel in _KERNELS:
+    for kernel, support in _KERNELS.items():
         if implementation not in ("auto", kernel):
             continue
         try:
-            if kernel == "mosaic_gpu":
-                gpu.check_device(device)
-                gpu.check_supported(dtype, head_dim, page_size, group)
-            else:
-                tpu.check_device(device)
-                tpu.check_supported(dtype, head_dim, page_size, group)
+            support.check_device(device)
+            support.check_supported(dtype, head_dim, page_size, group)
         except NotImplementedError as reason:
             if implementation == kernel:
                 message = f"attention {kernel} cannot be used: {reason}"
