@@ -89,6 +89,7 @@ def lazy_prefill(
     )
     out, lse = _partial_results(shape, q, k_pages, v_pages, turns, work, scale, interpret)
     if shape.split:
+        out = out.reshape(kv_heads, -1, head_dim)
         out = merge(out, lse, work.first_part, work.part_at, group=padded, interpret=interpret)
     if padded != group:
         out = out.reshape(num_rows, kv_heads, padded, head_dim)[:, :, :group]
@@ -105,10 +106,13 @@ def _partial_results(
     scale: float,
     interpret: Any,
 ) -> tuple[Array, Float[Array, "I K W"]]:
-    """Results of query rows, [T N H], or, where items are split, of items, [K I*128 H]."""
+    """Results of query rows, [T N H], or, where items are split, of items, [K I*128+8 H]."""
     num_items = work.items.shape[0] if shape.split else 1
-    # Merging reads a little past the last part.
-    results = (shape.kv_heads, num_items * PACKED + 8, shape.head_dim) if shape.split else q.shape
+    results = q.shape
+    if shape.split:
+        # Merging reads a little past the last part.
+        tokens = num_items * PACKED // shape.group + max(1, 8 // shape.group)
+        results = (shape.kv_heads, tokens, shape.group, shape.head_dim)
     angles = jnp.stack([turns.cos, turns.sin], 1)  # [U 2 H/2]
     kernel = plgpu.kernel(
         functools.partial(_block, shape, scale * math.log2(math.e)),
@@ -132,7 +136,7 @@ def _scratch(shape: Shape, dtype: jnp.dtype) -> dict[str, Any]:
     head_dim, half = shape.head_dim, shape.head_dim // 2
     tiled = (plgpu.TilingTransform((8, half)), plgpu.SwizzleTransform(2 * half))
     # Tiles of a token's rows, so that each token's can be written out on their own.
-    by_token = (plgpu.TilingTransform((min(8, shape.group), 64)), plgpu.SwizzleTransform(128))
+    by_token = (plgpu.TilingTransform((1, min(8, shape.group), 64)), plgpu.SwizzleTransform(128))
     ring = plgpu.SMEM((shape.stages, TILE, head_dim), dtype, transforms=tiled)
     per_stage = {"num_barriers": shape.stages}
     scratch = {
@@ -140,7 +144,9 @@ def _scratch(shape: Shape, dtype: jnp.dtype) -> dict[str, Any]:
         "v_ring": ring,
         "queries": plgpu.SMEM((2, shape.tokens, shape.group, head_dim), dtype),
         "turned": plgpu.SMEM((2, 2, M, half), dtype, transforms=tiled),
-        "results": plgpu.SMEM((2, M, head_dim), dtype, transforms=by_token),
+        "results": plgpu.SMEM(
+            (2, shape.tokens, shape.group, head_dim), dtype, transforms=by_token
+        ),
         "angles": plgpu.SMEM((2, 2, half), jnp.float32),
         "scalars": plgpu.SMEM((2, columns.SCALARS), jnp.int32),
         "k_full": plgpu.Barrier(num_arrivals=shape.boxes, **per_stage),

@@ -213,17 +213,27 @@ def _write(shape: Shape, me, acc, m, total, results, out_ref, lse_ref, row, num_
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     share = 1.0 / jnp.maximum(total, 1e-30)
     out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(results.dtype)
-    results[...] = out
+    if shape.interpret:  # knows no reshaped references
+        results[...] = out.reshape(results.shape)
+    else:
+        rows = results.reshape(M, shape.head_dim)
+        rows[...] = out
     plgpu.commit_smem()
     if shape.split:
         lse_ref[item, head, pl.ds(me * M, M)] = m + jnp.log2(total)
-        there = pl.ds(pl.multiple_of(item * columns.PACKED + me * M, M), M)
-        plgpu.copy_smem_to_gmem(results, out_ref.at[head, there])
+        first = pl.multiple_of((item * 2 + me) * shape.tokens, shape.tokens)
+        plgpu.copy_smem_to_gmem(results, out_ref.at[head, pl.ds(first, shape.tokens)])
         return
     heads = pl.ds(head * shape.group, shape.group)
     first, count = row + me * shape.tokens, num_rows - me * shape.tokens
 
-    @pl.loop(0, jnp.minimum(count, shape.tokens))
-    def _(token):
-        mine = pl.ds(pl.multiple_of(token * shape.group, shape.group), shape.group)
-        plgpu.copy_smem_to_gmem(results.at[mine], out_ref.at[first + token, heads])
+    @pl.when(count >= shape.tokens)
+    def _():
+        plgpu.copy_smem_to_gmem(results, out_ref.at[pl.ds(first, shape.tokens), heads])
+
+    @pl.when(count < shape.tokens)
+    def _():
+        @pl.loop(0, count)
+        def _(token):
+            there = out_ref.at[pl.ds(first + token, 1), heads]
+            plgpu.copy_smem_to_gmem(results.at[pl.ds(token, 1)], there)
