@@ -27,7 +27,7 @@ from lazyattn_jax.bench.kernel_cases import (
     make_step,
 )
 from lazyattn_jax.bench.timing import Chain, Timing
-from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import most_pieces, plan_prefill
 from lazyattn_jax.kernels.work import Turns
 
@@ -193,6 +193,7 @@ def attention_of(case: Case, variant: Variant, step: Step) -> tuple[Callable[...
         num_rows=step.num_rows,
         page_size=step.page_size,
         group=GROUP,
+        tile=tile_slots(variant.head_dim),
         workers=num_workers(KV_HEADS),
         share=variant.share,
     )

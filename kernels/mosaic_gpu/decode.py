@@ -1,10 +1,10 @@
 """Lazy decode on Hopper: attention of one token per request over the pool, rotated in the kernel.
 
 Grid: KV heads x workers, two blocks of one warpgroup on every core. A block walks its entries (see
-``plan.py``): it rotates the entry's rows once, then attends to one tile of 64 slots after the
-other. Pages arrive by TMA in rings of K and V tiles that run on across entries, so that memory
-stays busy while a block rotates, writes out or waits for its tables; the other block of the core
-computes meanwhile.
+``plan.py``): it rotates the entry's rows once, then attends to one tile of slots after the other.
+Pages arrive by TMA in rings of K and V tiles that run on across entries, so that memory stays busy
+while a block rotates, writes out or waits for its tables; the other block of the core computes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from jaxtyping import Array, Float
 from lazyattn_jax.kernels.mosaic_gpu import plan as columns
 from lazyattn_jax.kernels.mosaic_gpu.merge import HEADS, merge
 from lazyattn_jax.kernels.mosaic_gpu.plan import PACKED as M
-from lazyattn_jax.kernels.mosaic_gpu.plan import ROWS, TILE, HopperDecodeWork, rows_per_entry
+from lazyattn_jax.kernels.mosaic_gpu.plan import (
+    ROWS,
+    STAGES,
+    HopperDecodeWork,
+    rows_per_entry,
+    tile_slots,
+)
 from lazyattn_jax.kernels.mosaic_gpu.support import check_supported, check_work
 from lazyattn_jax.kernels.shapes import check_shapes
 from lazyattn_jax.kernels.work import Turns
@@ -43,7 +49,6 @@ class _Shape:
     group: int
     head_dim: int
     page_size: int
-    stages: int
     rotate: bool
     interpret: bool
 
@@ -51,6 +56,11 @@ class _Shape:
     def rows(self) -> int:
         """The most query rows of an entry."""
         return rows_per_entry(self.group)
+
+    @property
+    def tile(self) -> int:
+        """Slots of a tile."""
+        return tile_slots(self.head_dim)
 
     @property
     def queries_in_smem(self) -> bool:
@@ -64,17 +74,17 @@ class _Shape:
     @property
     def boxes(self) -> int:
         """TMA boxes of a tile."""
-        return max(1, TILE // self.page_size)
+        return max(1, self.tile // self.page_size)
 
     @property
     def parts(self) -> int:
         """Boxes of a page."""
-        return max(1, self.page_size // TILE)
+        return max(1, self.page_size // self.tile)
 
     @property
     def box(self) -> int:
         """Slots of a box."""
-        return min(TILE, self.page_size)
+        return min(self.tile, self.page_size)
 
 
 def lazy_decode(
@@ -112,8 +122,8 @@ def lazy_decode(
     num_rows, _, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     check_supported(q.dtype, head_dim, page_size, group)
-    check_work(work.first_part, num_rows, work.tiles, page_size, max(1, TILE // page_size))
-    shape = _Shape(group, head_dim, page_size, 256 // head_dim, rotate, interpret is not None)
+    shape = _Shape(group, head_dim, page_size, rotate, interpret is not None)
+    check_work(work.first_part, num_rows, work.tiles, page_size, shape.boxes)
     # One row of angles a query head of the group, so that one copy brings those of a row.
     angles = jnp.concatenate([turns.cos, turns.sin], -1).astype(jnp.float16)
     angles = jnp.broadcast_to(angles[:, None], (angles.shape[0], group, head_dim))
@@ -141,10 +151,10 @@ def _scratch(shape: _Shape, dtype: jnp.dtype) -> dict[str, Any]:
     half = head_dim // 2
     halves = (plgpu.TilingTransform((8, half)), plgpu.SwizzleTransform(2 * half))
     whole = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    filled = plgpu.Barrier(num_arrivals=shape.boxes, num_barriers=shape.stages)
+    filled = plgpu.Barrier(num_arrivals=shape.boxes, num_barriers=STAGES)
     scratch = {
-        "k_ring": plgpu.SMEM((shape.stages, TILE, head_dim), dtype, transforms=halves),
-        "v_ring": plgpu.SMEM((shape.stages, TILE, head_dim), dtype, transforms=whole),
+        "k_ring": plgpu.SMEM((STAGES, shape.tile, head_dim), dtype, transforms=halves),
+        "v_ring": plgpu.SMEM((STAGES, shape.tile, head_dim), dtype, transforms=whole),
         "rows": plgpu.SMEM((M, head_dim), dtype),
         "angles": plgpu.SMEM((M, head_dim), jnp.float16),
         "results": plgpu.SMEM((M, head_dim), dtype),
@@ -155,7 +165,7 @@ def _scratch(shape: _Shape, dtype: jnp.dtype) -> dict[str, Any]:
     if shape.queries_in_smem:
         scratch["operands"] = plgpu.SMEM((2, M, half), dtype, transforms=halves)
     if shape.interpret:
-        scratch["weights"] = plgpu.SMEM((M, TILE), dtype, transforms=whole)
+        scratch["weights"] = plgpu.SMEM((M, shape.tile), dtype, transforms=whole)
     return scratch
 
 
@@ -216,7 +226,7 @@ def _block(
     def attend(tile, valid, q_halves, rows_ahead, carry):
         """One tile in the softmax of the rows (online softmax, arXiv 1805.02867)."""
         acc, m, total, stage, *boxes = carry
-        soon = boxes_of(tile + 1 + shape.stages)
+        soon = boxes_of(tile + 1 + STAGES)
         ahead = rows_ahead()
         plgpu.barrier_wait(k_full.at[stage])
 
@@ -226,15 +236,15 @@ def _block(
                 plgpu.wgmma(acc_ref, q_half, k_half.transpose((1, 0)))
             return acc_ref[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((M, TILE), jnp.float32))
+        s = pl.run_scoped(scores, plgpu.ACC((M, shape.tile), jnp.float32))
         plgpu.commit_smem()  # every warp has read the tile
 
-        @pl.when(tile + shape.stages < stop)
+        @pl.when(tile + STAGES < stop)
         def _():
             fetch_tile(k_ref, boxes, k_ring, k_full, stage)
 
         ahead()
-        column = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_WGMMA)
+        column = plgpu.broadcasted_iota(jnp.int32, (M, shape.tile), 1, layout=_WGMMA)
         s = jnp.where(column < valid, s, -jnp.inf)
         top = jnp.maximum(m, s.max(axis=1))
         keep = jnp.exp2(m - top)
@@ -248,7 +258,7 @@ def _block(
         plgpu.barrier_wait(v_full.at[stage])
         v_tile = v_ring.at[stage]
 
-        @pl.when(valid < TILE)
+        @pl.when(valid < shape.tile)
         def _():
             # A weight of 0 does not silence a NaN left in a slot past the run.
             v = plgpu.load(v_tile, layout=_WGMMA)
@@ -263,12 +273,12 @@ def _block(
         out = pl.run_scoped(values, plgpu.ACC((M, head_dim), jnp.float32))
         plgpu.commit_smem()
 
-        @pl.when(tile + shape.stages < stop)
+        @pl.when(tile + STAGES < stop)
         def _():
             fetch_tile(v_ref, boxes, v_ring, v_full, stage)
 
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + out
-        return acc, top, total, jnp.where(stage == shape.stages - 1, 0, stage + 1), *soon
+        return acc, top, total, jnp.where(stage == STAGES - 1, 0, stage + 1), *soon
 
     def walk(entry, carry):
         scalars, place, (acc, m, total) = carry
@@ -309,7 +319,7 @@ def _block(
         total = jnp.where(anew, 0.0, total)
 
         def body(i, carry):
-            valid = jnp.where(i == num_tiles - 1, last_valid, TILE)
+            valid = jnp.where(i == num_tiles - 1, last_valid, shape.tile)
             ahead = functools.partial(rows_ahead, i)
             return attend(first_tile + i, valid, q_halves, ahead, carry)
 
@@ -339,10 +349,8 @@ def _block(
         # All at once, rather than entries, references and tiles one after the other.
         num_rows, *start = (starts_ref[worker, c] for c in range(starts_ref.shape[1]))
         ids, pages = start[: 2 * ROWS], start[2 * ROWS :]
-        boxes = [
-            tuple(pages[i * shape.boxes : (i + 1) * shape.boxes]) for i in range(shape.stages + 1)
-        ]
-        for i in range(shape.stages):
+        boxes = [tuple(pages[i * shape.boxes : (i + 1) * shape.boxes]) for i in range(STAGES + 1)]
+        for i in range(STAGES):
 
             @pl.when(first + i < stop)
             def _(i=i):

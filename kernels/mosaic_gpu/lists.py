@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, ITEM_SLOTS
 from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
-from lazyattn_jax.kernels.mosaic_gpu.plan import HopperDecodeWork, num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.plan import (
+    HopperDecodeWork,
+    num_workers,
+    plan_decode,
+    tile_slots,
+)
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
     HopperPrefillWork,
     most_pieces,
@@ -25,6 +30,7 @@ class HopperLists(WorkLists):
       page_size: slots of a page.
       group: query heads a KV head.
       kv_heads: KV heads.
+      head_dim: size of a head.
       num_cores: cores of the GPU.
       prefill_items: the work a prefill step may hold, by bucket, counted in ``BLOCK_ROWS`` rows
         times ``ITEM_SLOTS`` slots of one run, as the scheduler counts.
@@ -34,6 +40,7 @@ class HopperLists(WorkLists):
     page_size: int
     group: int
     kv_heads: int
+    head_dim: int
     num_cores: int
     prefill_items: Mapping[int, int]
     decode_items: Mapping[int, int]
@@ -63,7 +70,8 @@ class HopperLists(WorkLists):
     ) -> tuple[HopperDecodeWork] | None:
         """One list."""
         items, workers = self.decode_items[bucket], num_workers(self.kv_heads, self.num_cores)
-        tiles = items * (ITEM_SLOTS // plan.TILE)
+        tile = tile_slots(self.head_dim)
+        tiles = items * (ITEM_SLOTS // tile)
         try:
             work = plan_decode(
                 references,
@@ -71,6 +79,7 @@ class HopperLists(WorkLists):
                 num_rows=bucket,
                 page_size=self.page_size,
                 group=self.group,
+                tile=tile,
                 workers=workers,
                 capacity=plan.Capacity.of(bucket, items, tiles, workers),
             )

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lazyattn_jax.kernels.model_shapes import ModelShape, arguments, decode_step, prefill_step
-from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 
 
@@ -38,6 +38,7 @@ def decode_arguments(
         num_rows=requests,
         page_size=page_size,
         group=shape.group,
+        tile=tile_slots(shape.head_dim),
         workers=num_workers(shape.kv_heads),
     )
     return arguments(shape, page_size, dtype, requests, references, runs, work)

@@ -1,6 +1,6 @@
 """The work list of the Hopper decode kernel. Pure host code (numpy).
 
-All pages that a step reads are laid out as one line of tiles of ``TILE`` slots. The line is cut
+All pages that a step reads are laid out as one line of tiles (``tile_slots``). The line is cut
 into equal pieces, one a worker, so that one long request fills the chip as well as many short ones
 and no worker waits for another. What a worker does to one run of pages is an *entry*; consecutive
 entries of the same query row go on in the same softmax and are written out once.
@@ -20,9 +20,6 @@ from lazyattn_jax.kernels.work import References, Runs
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
-TILE = 64
-"""Slots that the kernel attends to at once."""
-
 ROWS = 16
 """The most query rows of an entry."""
 
@@ -32,8 +29,8 @@ PACKED = 64
 MOST_SHARED = 16
 """The most shared runs of a query row, each of which makes a partial result of its own."""
 
-START_TILES = 5
-"""Tiles of a worker whose pages stand in ``HopperDecodeWork.starts``."""
+STAGES = 2
+"""Tiles of K and of V that a worker has on their way, or in use, at a time."""
 
 COLUMNS = 8
 """Columns of ``HopperDecodeWork.entries``."""
@@ -49,7 +46,7 @@ class HopperDecodeWork(NamedTuple):
     its results go. ``references`` are query row and turn. ``tiles`` holds the page of each part of
     a tile: ``page * parts + part`` for pages longer than a tile. ``starts`` repeats what a worker
     starts with, so that it need not be looked up in several steps: the number of query rows of its
-    first entry, their references, and its first ``START_TILES`` tiles.
+    first entry, their references, and its first ``STAGES + 1`` tiles.
 
     Query row ``b`` has the partial results ``first_part[b]`` to before ``first_part[b + 1]``;
     ``part_at`` says where each is, see ``merge.merge``. Results of an entry are written in eights
@@ -84,6 +81,11 @@ class Capacity:
         return cls(references + workers, references + ROWS * workers, tiles, parts)
 
 
+def tile_slots(head_dim: int) -> int:
+    """Slots that the kernel attends to at once: tiles of keys take 16 KiB, whatever the head."""
+    return 8192 // head_dim
+
+
 def rows_per_entry(group: int) -> int:
     """The most rows of an entry: their heads fill the 64 rows of a tensor core tile."""
     return min(ROWS, PACKED // group)
@@ -101,6 +103,7 @@ def plan_decode(
     num_rows: int,
     page_size: int,
     group: int,
+    tile: int,
     workers: int,
     share: bool = True,
     capacity: Capacity | None = None,
@@ -113,6 +116,7 @@ def plan_decode(
       num_rows: query rows of the step, padding included.
       page_size: slots of a page: 16, 32, 64 or 128.
       group: query heads a KV head.
+      tile: see ``tile_slots``.
       workers: see ``num_workers``.
       share: read a run once for all its rows where that is worth it; otherwise once for each.
       capacity: fixed sizes; what is needed, if not given.
@@ -122,7 +126,7 @@ def plan_decode(
     """
     used = runs.length[references.run] > 0
     row, run, turn = (x[used] for x in (references.row, references.run, references.turn))
-    run_tiles = -(-runs.length // TILE)
+    run_tiles = -(-runs.length // tile)
     shared = _worth_sharing(row, run, run_tiles) if share else np.zeros(len(row), bool)
     # Runs read for one row come first, by row, so that a row's runs follow one another.
     order = _stable_order(np.where(shared, num_rows + run, row))
@@ -145,7 +149,7 @@ def plan_decode(
     item = np.searchsorted(begin, cuts, side="right") - 1
     worker = np.searchsorted(worker_begin, cuts, side="right")
     last = cuts + count == begin[item] + tiles[item]
-    valid = np.where(last, runs.length[item_run[item]] - (tiles[item] - 1) * TILE, TILE)
+    valid = np.where(last, runs.length[item_run[item]] - (tiles[item] - 1) * tile, tile)
     line = np.where(item_row[item] < 0, -1 - item, item_row[item])  # one softmax in a worker
     goes_on = (line[1:] == line[:-1]) & (worker[1:] == worker[:-1])
     flush, fresh = np.append(~goes_on, True)[: len(cuts)], np.append(True, ~goes_on)[: len(cuts)]
@@ -164,7 +168,7 @@ def plan_decode(
     part_at = np.stack([results[entry[written]] + within, entry[written] * PACKED + within], 1)
     entries = np.stack([cuts, count, valid, first_reference, rows_of, flush, fresh, results], 1)
     bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
-    tile_pages = _tile_pages(runs, item_run, tiles, begin, total, page_size)
+    tile_pages = _tile_pages(runs, item_run, tiles, begin, total, page_size, tile)
 
     work = HopperDecodeWork(
         bounds.astype(np.int32),
@@ -229,8 +233,9 @@ def _tile_pages(
     begin: Int[np.ndarray, "I"],
     total: int,
     page_size: int,
+    tile: int,
 ) -> Int[np.ndarray, "tiles boxes"]:
-    boxes, parts = max(1, TILE // page_size), max(1, page_size // TILE)
+    boxes, parts = max(1, tile // page_size), max(1, page_size // tile)
     # Boxes past the run read its last page again; their slots are masked.
     last = -(-runs.length[item_run] // page_size) - 1
     box = (np.arange(total) - np.repeat(begin, tiles))[:, None] * boxes + np.arange(boxes)
@@ -247,10 +252,10 @@ def _starts(
     """``HopperDecodeWork.starts``; of workers without entries nothing is read."""
     workers = len(bounds) - 1
     if not len(entries):
-        return np.zeros((workers, 1 + 2 * ROWS + START_TILES * tiles.shape[1]), np.int32)
+        return np.zeros((workers, 1 + 2 * ROWS + (STAGES + 1) * tiles.shape[1]), np.int32)
     entry = np.minimum(bounds[:-1, 0], len(entries) - 1)
     reference = np.minimum(entries[entry, 3][:, None] + np.arange(ROWS), len(references) - 1)
-    tile = np.minimum(bounds[:-1, 1][:, None] + np.arange(START_TILES), len(tiles) - 1)
+    tile = np.minimum(bounds[:-1, 1][:, None] + np.arange(STAGES + 1), len(tiles) - 1)
     columns = (
         entries[entry, 4][:, None],
         references[reference].reshape(workers, -1),

@@ -144,9 +144,7 @@ def _scratch(shape: Shape, dtype: jnp.dtype) -> dict[str, Any]:
         "v_ring": ring,
         "queries": plgpu.SMEM((2, shape.tokens, shape.group, head_dim), dtype),
         "turned": plgpu.SMEM((2, 2, M, half), dtype, transforms=tiled),
-        "results": plgpu.SMEM(
-            (2, shape.tokens, shape.group, head_dim), dtype, transforms=by_token
-        ),
+        "results": plgpu.SMEM((2, shape.tokens, shape.group, head_dim), dtype, transforms=by_token),
         "angles": plgpu.SMEM((2, 2, half), jnp.float32),
         "scalars": plgpu.SMEM((2, columns.SCALARS), jnp.int32),
         "k_full": plgpu.Barrier(num_arrivals=shape.boxes, **per_stage),

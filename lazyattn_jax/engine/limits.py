@@ -90,7 +90,7 @@ def dense_lists(limits: Limits) -> DenseLists:
 
 
 def work_lists(
-    limits: Limits, implementation: str, *, group: int, kv_heads: int, num_cores: int
+    limits: Limits, implementation: str, *, group: int, kv_heads: int, head_dim: int, num_cores: int
 ) -> WorkLists:
     """Makes work lists with the capacities of every batch shape.
 
@@ -99,13 +99,14 @@ def work_lists(
       implementation: of the attention, as ``kernels.api.choose`` returns it.
       group: query heads a KV head.
       kv_heads: KV heads.
+      head_dim: size of a head.
       num_cores: cores of the device, where the implementation asks for them.
     """
     dense = dense_lists(limits)
     if implementation == "mosaic_tpu":
         return TpuLists(limits.page_size, group, dense.prefill_items, dense.decode_items)
     if implementation == "mosaic_gpu":
-        sizes = limits.page_size, group, kv_heads, num_cores
+        sizes = limits.page_size, group, kv_heads, head_dim, num_cores
         return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
     return dense
 

@@ -64,6 +64,7 @@ class Runner:
             attention,
             group=group,
             kv_heads=loaded.config.num_kv_heads,
+            head_dim=loaded.config.head_dim,
             num_cores=getattr(device, "core_count", 0),
         )
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)

@@ -13,7 +13,7 @@ import pytest
 
 from lazyattn_jax.bench.kernels import has_hopper
 from lazyattn_jax.kernels.mosaic_gpu import decode, prefill
-from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
@@ -43,6 +43,7 @@ def run_decode(case, share=True, repeats=1):
         num_rows=len(case.q),
         page_size=case.page_size,
         group=case.group,
+        tile=tile_slots(case.q.shape[-1]),
         workers=num_workers(case.kv_heads),
         share=share,
     )

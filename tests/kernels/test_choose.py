@@ -70,7 +70,8 @@ def lists(implementation):
         max_num_batched_tokens=512,
         max_documents=8,
     )
-    return work_lists(limits, implementation, group=4, kv_heads=2, num_cores=132), limits
+    sizes = {"group": 4, "kv_heads": 2, "head_dim": 128, "num_cores": 132}
+    return work_lists(limits, implementation, **sizes), limits
 
 
 def test_each_implementation_has_its_lists():

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
-from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode
+from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 from lazyattn_jax.kernels.work import Turns
@@ -39,6 +39,7 @@ def decode_work(case, workers=2, **options):
         num_rows=len(case.q),
         page_size=case.page_size,
         group=case.group,
+        tile=tile_slots(case.q.shape[-1]),
         workers=workers,
         **options,
     )
@@ -95,7 +96,7 @@ def test_decode_reads_a_shared_run_once():
 @pytest.mark.parametrize(("holds", "workers"), [([[0]], 8), ([[0], [0], [0]], 3)])
 def test_workers_cut_a_long_run(holds, workers):
     """With 8 workers and 7 tiles, one has nothing to do."""
-    case = decode_case(1, holds, [430], group=4, head_dim=64, page_size=32)
+    case = decode_case(1, holds, [860], group=4, head_dim=64, page_size=32)
     work = decode_work(case, workers)
     parts = np.diff(work.first_part)
     assert parts.tolist() == [min(workers, 7)] * len(holds)

@@ -12,7 +12,7 @@ from plan_steps import SHAPE, Step, decode_step, decode_steps, prefill_steps, st
 
 from lazyattn_jax.kernels.mosaic_gpu import plan as decode_plan
 from lazyattn_jax.kernels.mosaic_gpu import prefill_plan
-from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, rows_per_entry
+from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, rows_per_entry, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill, rows_per_block
 
 
@@ -206,24 +206,27 @@ def test_prefill_of_nothing():
     assert not work.entries[:, 1].any()
 
 
-def decode_listed(step: Step, work) -> np.ndarray:
+TILES = st.sampled_from([tile_slots(128), tile_slots(64)])
+
+
+def decode_listed(step: Step, work, tile: int = 64) -> np.ndarray:
     """The same as ``Step.named``, by what the kernel does with the work list.
 
     A softmax starts anew, goes on over further entries of the same rows, and is written out once.
     """
     seen, valid = np.zeros_like(step.named()), step.valid()
-    width, box = rows_per_entry(step.group), min(decode_plan.TILE, step.page_size)
+    width, box = rows_per_entry(step.group), min(tile, step.page_size)
     written: dict[tuple[int, int], int] = {}
     taken = set()
     check_starts(work)
-    for (begin, tile), (end, stop) in zip(work.workers[:-1], work.workers[1:], strict=True):
+    for (begin, at_tile), (end, stop) in zip(work.workers[:-1], work.workers[1:], strict=True):
         running = None
         for entry in range(begin, end):
             columns = work.entries[entry]
             first_tile, num_tiles, last_valid, first_reference, num_rows, flush, fresh, results = (
                 columns
             )
-            assert first_tile == tile
+            assert first_tile == at_tile
             assert 1 <= num_rows <= width
             # The kernel reads as many references as an entry can have.
             assert first_reference + width <= len(work.references)
@@ -231,14 +234,14 @@ def decode_listed(step: Step, work) -> np.ndarray:
             assert fresh == (running is None)
             assert fresh or running == rows.tolist()
             for i in range(num_tiles):
-                boxes = work.tiles[tile + i]
+                boxes = work.tiles[at_tile + i]
                 slots = (boxes[:, None] * box + np.arange(box)).reshape(-1)
-                assert slots.shape == (decode_plan.TILE,)
+                assert slots.shape == (tile,)
                 slots = slots[: last_valid if i == num_tiles - 1 else None]
                 assert valid[slots].all()
                 for row, turn in zip(rows, turns, strict=True):
                     seen[turn, row, slots] += 1
-            tile += num_tiles
+            at_tile += num_tiles
             running = rows.tolist()
             if flush:
                 running = None
@@ -251,7 +254,7 @@ def decode_listed(step: Step, work) -> np.ndarray:
                     at = r * step.group
                     written[results + at, entry * decode_plan.PACKED + at] = row
         assert running is None
-        assert tile == stop
+        assert at_tile == stop
     made = np.diff(work.first_part)
     listed = [tuple(place) for place in work.part_at[: made.sum()].tolist()]
     assert [written.pop(place) for place in listed] == np.repeat(range(len(made)), made).tolist()
@@ -279,20 +282,20 @@ def check_starts(work) -> None:
         np.testing.assert_array_equal(pages[:count], work.tiles[tile : tile + count])
 
 
-def tiles_of(step: Step) -> np.ndarray:
-    return -(-step.runs.length // decode_plan.TILE)
+def tiles_of(step: Step, tile: int = 64) -> np.ndarray:
+    return -(-step.runs.length // tile)
 
 
-def check_decode(step: Step, workers: int, share: bool) -> None:
-    options = {**shape_of(step), "workers": workers, "share": share}
+def check_decode(step: Step, workers: int, share: bool, tile: int) -> None:
+    options = {**shape_of(step), "tile": tile, "workers": workers, "share": share}
     work = plan_decode(step.references, step.runs, **options)
     assert all(table.dtype == np.int32 for table in work)
-    np.testing.assert_array_equal(decode_listed(step, work), step.named())
+    np.testing.assert_array_equal(decode_listed(step, work, tile), step.named())
 
     assert work.workers[0].tolist() == [0, 0]
     total = work.workers[-1, 1]
     assert np.ptp(np.diff(work.workers[:, 1])) <= 1
-    tiles, held = tiles_of(step), step.references.run
+    tiles, held = tiles_of(step, tile), step.references.run
     apart = tiles[held].sum()
     holders = np.bincount(held, minlength=len(tiles))
     if share:
@@ -305,13 +308,13 @@ def check_decode(step: Step, workers: int, share: bool) -> None:
     padded = plan_decode(step.references, step.runs, **options, capacity=capacity)
     for table, wide in zip(work, padded, strict=True):
         assert not wide[len(table) :].any()
-    np.testing.assert_array_equal(decode_listed(step, padded), step.named())
+    np.testing.assert_array_equal(decode_listed(step, padded, tile), step.named())
 
 
 @settings(max_examples=150, deadline=None)
-@given(decode_steps(), st.sampled_from([1, 2, 5, 33]), st.booleans())
-def test_decode_covers_what_references_name(step, workers, share):
-    check_decode(step, workers, share)
+@given(decode_steps(), st.sampled_from([1, 2, 5, 33]), st.booleans(), TILES)
+def test_decode_covers_what_references_name(step, workers, share, tile):
+    check_decode(step, workers, share, tile)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -328,7 +331,7 @@ def test_large_decode(seed, share):
     ]
     shape = {"page_size": int(rng.choice([16, 32, 64, 128])), "group": int(rng.integers(1, 17))}
     step = decode_step(holds, lengths, seed=seed, **shape)
-    check_decode(step, int(rng.choice([1, 3, 33])), share)
+    check_decode(step, int(rng.choice([1, 3, 33])), share, int(rng.choice([64, 128])))
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
@@ -337,7 +340,7 @@ def test_a_shared_tile_is_read_once(page_size):
     holds = [[b % 3, 3, 4 + b] for b in range(16)]
     shape = {**SHAPE, "page_size": page_size}
     step = decode_step(holds, [300, 350, 400, 420, *[30] * 16], **shape)
-    work = plan_decode(step.references, step.runs, **shape_of(step), workers=7)
+    work = plan_decode(step.references, step.runs, **shape_of(step), tile=64, workers=7)
     total = work.workers[-1, 1]
     assert total == tiles_of(step).sum() == 5 + 6 + 7 + 7 + 16
     assert len(np.unique(work.tiles[:total, 0])) == total
@@ -347,14 +350,14 @@ def test_a_shared_tile_is_read_once(page_size):
 def test_more_rows_than_an_entry_takes_share_in_equal_items():
     """9 rows of 16 heads a KV head, 4 rows an entry: 3 items of 3 rows rather than 4, 4 and 1."""
     step = decode_step([[0]] * 9, [640], **{**SHAPE, "group": 16})
-    work = plan_decode(step.references, step.runs, **shape_of(step), workers=1)
+    work = plan_decode(step.references, step.runs, **shape_of(step), tile=64, workers=1)
     assert work.workers[-1, 1] == 3 * 10
     assert work.entries[:, 4].tolist() == [3, 3, 3]
 
 
 def test_what_is_not_worth_sharing_is_read_by_each_row():
     step = decode_step([[0], [0], [1], [1]], [64, 640], **SHAPE)
-    work = plan_decode(step.references, step.runs, **shape_of(step), workers=1)
+    work = plan_decode(step.references, step.runs, **shape_of(step), tile=64, workers=1)
     assert work.workers[-1, 1] == 2 * 1 + 10
 
 
@@ -362,7 +365,7 @@ def test_a_row_has_few_shared_runs():
     """Beyond these, the runs that save least are read for the row alone."""
     most, lengths = decode_plan.MOST_SHARED, [64 * n for n in range(11, 31)]
     step = decode_step([list(range(20))] * 2, lengths, **SHAPE)
-    work = plan_decode(step.references, step.runs, **shape_of(step), workers=1)
+    work = plan_decode(step.references, step.runs, **shape_of(step), tile=64, workers=1)
     assert np.diff(work.first_part).tolist() == [most + 1] * 2
     assert work.workers[-1, 1] == sum(range(11, 31)) + sum(range(11, 31 - most))
     np.testing.assert_array_equal(decode_listed(step, work), step.named())
@@ -372,7 +375,7 @@ def test_decode_capacity():
     step = decode_step([[0, 1], [0], [0, 2], []], [500, 70, 35], **SHAPE)
 
     def plan(capacity=None):
-        options = {**shape_of(step), "workers": 3}
+        options = {**shape_of(step), "tile": 64, "workers": 3}
         return plan_decode(step.references, step.runs, **options, capacity=capacity)
 
     work = plan()
@@ -387,6 +390,6 @@ def test_decode_capacity():
 
 def test_decode_of_nothing():
     step = decode_step([[], [0]], [0], **SHAPE)
-    work = plan_decode(step.references, step.runs, **shape_of(step), workers=4)
+    work = plan_decode(step.references, step.runs, **shape_of(step), tile=64, workers=4)
     assert not work.workers.any()
     assert not work.first_part.any()
