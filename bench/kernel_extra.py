@@ -28,16 +28,16 @@ WRITES = (64, 8192)
 type _Written = tuple[LayerKV, jax.Array]
 
 
-def measure_writes(num_pages: int = 1024) -> Iterator[Result]:
+def measure_writes(num_pages: int = 1024, implementation: str = "mosaic_gpu") -> Iterator[Result]:
     """New keys and values into a donated pool, against as many bytes into consecutive slots."""
     for tokens in WRITES:
         try:
-            yield _measure_write(tokens, num_pages)
+            yield _measure_write(tokens, num_pages, implementation)
         except Exception as error:  # it does not cost the others
             yield Result("write", "write", f"{tokens} tokens", problem=repr(error))
 
 
-def _measure_write(tokens: int, num_pages: int) -> Result:
+def _measure_write(tokens: int, num_pages: int, implementation: str) -> Result:
     head_dim, page_size = HEADLINE.head_dim, HEADLINE.page_size
     new = tuple(random_normal(seed, (tokens, KV_HEADS, head_dim)) for seed in (0, 1))
     shape = (num_pages, KV_HEADS, page_size, head_dim)
@@ -46,11 +46,12 @@ def _measure_write(tokens: int, num_pages: int) -> Result:
         return LayerKV(*(random_normal(seed, shape) for seed in (2, 3))), jnp.int32(0)
 
     slots = make_slots(tokens, num_pages, page_size)
-    found = jax.jit(write_step)(pool(), *new, slots)[0]
+    step = partial(write_step, implementation)
+    found = jax.jit(step)(pool(), *new, slots)[0]
     where = np.asarray(slots.page), slice(None), np.asarray(slots.offset)
     if not all(np.array_equal(np.asarray(x)[where], y) for x, y in zip(found, new, strict=True)):
         return Result("write", "write", f"{tokens} tokens", problem="wrong: not what was written")
-    seconds = Chain(write_step, donate=True).seconds(pool(), *new, slots)
+    seconds = Chain(step, donate=True).seconds(pool(), *new, slots)
     moved = Chain(move_step, donate=True).seconds(pool(), *new)
     return Result(
         "write",
@@ -74,11 +75,14 @@ def make_slots(tokens: int, num_pages: int, page_size: int, seed: int = 0) -> Sl
     return Slots(jnp.asarray(page, jnp.int32), jnp.asarray(offset, jnp.int32))
 
 
-def write_step(carry: _Written, k: jax.Array, v: jax.Array, slots: Slots) -> _Written:
+def write_step(
+    implementation: str, carry: _Written, k: jax.Array, v: jax.Array, slots: Slots
+) -> _Written:
     """Writes to other pages at each call, so that no write makes an earlier one superfluous."""
     kv, shift = carry
     page = (slots.page + shift) % kv.k.shape[0]
-    return write(kv, k, v, Slots(page, slots.offset)), shift + 1
+    places = Slots(page, slots.offset)
+    return write(kv, k, v, places, implementation=implementation), shift + 1
 
 
 def move_step(carry: _Written, k: jax.Array, v: jax.Array) -> _Written:

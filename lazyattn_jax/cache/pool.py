@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 from lazyattn_jax.models.config import LlamaConfig
 
 
@@ -49,8 +50,26 @@ def make_pool(
     return [LayerKV(make(), None if fused else make()) for _ in range(config.num_layers)]
 
 
-def write(kv: LayerKV, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Slots) -> LayerKV:
-    """Stores new keys (rotated where they stand) and values; in place when the pool is donated."""
+def write(
+    kv: LayerKV,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Slots,
+    *,
+    implementation: str,
+) -> LayerKV:
+    """Stores new keys (rotated where they stand) and values; in place when the pool is donated.
+
+    Args:
+      kv: the pool of a layer.
+      k: new keys.
+      v: new values.
+      slots: where they are stored.
+      implementation: of the attention, as ``kernels.api.choose`` returns it; all but
+        ``mosaic_gpu`` write through XLA.
+    """
+    if implementation == "mosaic_gpu":
+        return LayerKV(*write_tokens(kv.k, kv.v, k, v, slots.page, slots.offset))
 
     def stored(pages: Array, new: Array) -> Array:
         return pages.at[slots.page, :, slots.offset].set(new, mode="drop")

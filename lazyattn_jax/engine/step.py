@@ -61,7 +61,7 @@ def step(
         finite = jnp.isfinite(k).all(axis=(1, 2)) & jnp.isfinite(v).all(axis=(1, 2))
         sound.append(finite)
         k, v = (jnp.where(finite[:, None, None], x, 0) for x in (k, v))
-        kv = write(kv, k, v, inputs.slots)
+        kv = write(kv, k, v, inputs.slots, implementation=attention)
         options: dict[str, Any] = {"scale": scale, "implementation": attention}
         if prefill:
             (work,) = inputs.works

@@ -15,6 +15,7 @@ from lazyattn_jax.bench.kernels import has_hopper
 from lazyattn_jax.kernels.mosaic_gpu import decode, prefill
 from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
+from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from attention_cases import error, random_decode, random_prefill
@@ -109,3 +110,25 @@ def test_repeats_are_equal(run):
     assert error(first, case.oracle()) < 5e-3
     for other in others:
         np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1030, 8192])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64)])
+def test_written_tokens(tokens, kv_heads, head_dim):
+    """In place, as XLA's scatter does it; one token in seven is padding."""
+    rng = np.random.default_rng(tokens)
+    pages, page_size = 600, 16
+    slot = rng.permutation(pages * page_size)[:tokens]
+    page, offset = jnp.asarray(slot // page_size).at[5::7].set(pages), jnp.asarray(slot % page_size)
+    shapes = [(pages, kv_heads, page_size, head_dim)] * 2 + [(tokens, kv_heads, head_dim)] * 2
+    arrays = [
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
+    ]
+    expected = [
+        np.asarray(pool.at[page, :, offset].set(new, mode="drop"))
+        for pool, new in zip(arrays[:2], arrays[2:], strict=True)
+    ]
+    found = jax.jit(write_tokens, donate_argnums=(0, 1))(*arrays, page, offset)
+    assert arrays[0].is_deleted()
+    for after, right in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), right)

@@ -18,6 +18,7 @@ from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
 from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
+from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 from lazyattn_jax.kernels.work import Turns
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -253,3 +254,25 @@ def test_shapes_that_disagree(kind, change, both):
     with pytest.raises(ValueError, match=both[0]) as raised:
         kernel(q, **arrays, turns=Turns(angles, angles), work=make(case))
     assert raised.match(both[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "page_size", "head_dim"),
+    [(1, 1, 16, 128), (20, 2, 16, 64), (1030, 3, 16, 64)],  # the last: 4 tokens a block, and a rest
+)
+def test_written_tokens(tokens, kv_heads, page_size, head_dim):
+    """Every token stands in its slot, padding nowhere, and nothing else has changed."""
+    rng = np.random.default_rng(tokens)
+    pages = 1 + 2 * tokens // page_size
+    slot = rng.permutation(pages * page_size)[:tokens]
+    page, offset = slot // page_size, slot % page_size
+    page[5::7] = pages
+    pools = [rng.normal(size=(pages, kv_heads, page_size, head_dim)) for _ in range(2)]
+    new = [rng.normal(size=(tokens, kv_heads, head_dim)) for _ in range(2)]
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (*pools, *new)]
+    found = write_tokens(*arrays, jnp.asarray(page), jnp.asarray(offset), interpret=INTERPRET)
+    for before, values, after in zip(arrays[:2], arrays[2:], found, strict=True):
+        expected = np.array(before)
+        for t in np.flatnonzero(page < pages):
+            expected[page[t], :, offset[t]] = values[t]
+        np.testing.assert_array_equal(np.asarray(after), expected)

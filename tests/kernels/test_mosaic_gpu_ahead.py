@@ -16,6 +16,7 @@ from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h20
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
 from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
+from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only")
 
@@ -53,6 +54,17 @@ def test_prefill(shape, page_size):
 def test_split_prefill(shape, page_size):
     arguments = prefill_arguments(shape, page_size, most_pieces=6)
     check(lazy_prefill, shape, arguments, kernels=2)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=lambda shape: shape.name)
+def test_writes(shape, tokens):
+    page = jax.ShapeDtypeStruct((1024, shape.kv_heads, 16, shape.head_dim), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+    place = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    (usage,) = usage_on_h200(write_tokens, page, page, new, new, place, place)
+    assert usage.registers > 0
+    assert usage[2:] == (0, 0, 0), usage
 
 
 def test_float16():
