@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lazyattn_jax.engine.request import Layout
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
 from lazyattn_jax.kernels.mosaic_gpu.lists import HopperLists
 from lazyattn_jax.kernels.mosaic_tpu.lists import TpuLists
@@ -16,7 +17,7 @@ class Limits:
 
     A work item is up to ``BLOCK_ROWS`` rows of one request times up to ``item_pages`` pages of one
     run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
-    at start-up.
+    at start-up. With ``copies_documents`` a request takes pages for copies of its documents too.
     """
 
     page_size: int
@@ -25,17 +26,24 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_documents: int
+    copies_documents: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        for name, value in vars(self).items():
+            if name != "copies_documents" and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}, must be a power of two")
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a run of tokens takes."""
         return -(-tokens // self.page_size)
+
+    def copied_pages(self, layout: Layout) -> int:
+        """Pages that copies of a request's documents take."""
+        if not self.copies_documents or not layout.stream:
+            return 0
+        return sum(self.pages_for(len(d.piece.tokens)) for d in layout.documents)
 
     def items_for(self, pages: int) -> int:
         """Work items that one row block takes over a run of pages."""
@@ -55,6 +63,8 @@ class Limits:
         """
         partly_filled = self.max_documents + 2  # and leading text, and stream
         longest = self.pages_for(self.max_model_len) + partly_filled
+        if self.copies_documents:
+            longest *= 2
         return max(0, min(self.num_pages // 2, self.num_pages - longest))
 
     @property
@@ -66,6 +76,11 @@ class Limits:
     def decode_buckets(self) -> tuple[int, ...]:
         """Requests of a decode step, smallest first."""
         return _buckets(1, self.max_num_seqs, 4)
+
+    @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """Pages that are copied at once, smallest first."""
+        return _buckets(64, 1024, 4) if self.copies_documents else ()
 
     def prefill_items(self, bucket: int) -> int:
         """Work items that a prefill step holds."""
