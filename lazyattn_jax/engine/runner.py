@@ -25,7 +25,6 @@ from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
 
-
 type Programs = dict[tuple[str, int], Callable[..., Any]]
 """Compiled programs by what they do and their batch shape."""
 

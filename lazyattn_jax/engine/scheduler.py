@@ -405,13 +405,9 @@ class Scheduler:
     def _copied(self, request: Request, documents: list[Placement]) -> list[Placement]:
         """The request's own copies of its documents, which are still to be made."""
         free = iter(request.copy_pages)
-        copies = [
-            PageCopy(d.pages, tuple(islice(free, len(d.pages))), d.delta) for d in documents
-        ]
+        copies = [PageCopy(d.pages, tuple(islice(free, len(d.pages))), d.delta) for d in documents]
         self._uncopied[request] = copies
-        return [
-            replace(d, pages=c.target, delta=0) for d, c in zip(documents, copies, strict=True)
-        ]
+        return [replace(d, pages=c.target, delta=0) for d, c in zip(documents, copies, strict=True)]
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to start before anything else is: their sources are not held any longer."""

@@ -48,9 +48,7 @@ def engine_of(**options: object) -> EngineUnderTest:
     if "reuse" in options or options.get("document_context") == "full":
         same = {k: v for k, v in options.items() if k not in ("reuse", "document_context")}
         programs = engine_of(**same).programs
-    return EngineUnderTest(
-        small_model(), EngineConfig(**(defaults | options)), programs=programs
-    )
+    return EngineUnderTest(small_model(), EngineConfig(**(defaults | options)), programs=programs)
 
 
 @pytest.fixture

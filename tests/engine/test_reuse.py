@@ -72,17 +72,6 @@ def test_block_under_memory_pressure(make_engine):
     assert tight.scheduler.num_preemptions > 0
 
 
-def test_copies_in_more_lists_than_one(make_engine):
-    """More pages than the largest list holds are copied list by list, each with its turns."""
-    long = [document(100 + i, 100) for i in range(8)]
-    prompt = [SYSTEM, *long, QUESTION]
-    options = {"kv_pool_bytes": 500 * 8 * 512, "max_model_len": 1024}
-    (request,) = make_engine(**options).run(prompt)
-    block = make_engine(reuse="block", **options)
-    (copied,) = block.run(prompt)
-    assert copied.generated == request.generated
-
-
 def test_prefix_is_full_attention_with_equal_beginnings_reused(make_engine):
     engine, plain = make_engine(reuse="prefix"), make_engine()
     (expected,) = plain.run([sum(as_text(PROMPT), ())])
@@ -120,5 +109,3 @@ def test_options_that_contradict_each_other():
         EngineConfig(reuse="some")
     with pytest.raises(ValueError, match="document_context is 'full', reuse 'lazy' needs"):
         EngineConfig(document_context="full")
-
-
