@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
 
-_SAMPLE_SECONDS = 1.0  # between looks at the pool, which take some milliseconds
+_SAMPLE_SECONDS = 0.5  # between looks at the pool, which take a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -187,23 +188,20 @@ class _Watch:
 
     def __init__(self, engine: Engine, begin: float) -> None:
         self._engine = engine
-        self._next = begin
+        self._begin = begin
+        self._next = begin + _SAMPLE_SECONDS
         self._before: tuple[float, ...] | None = None
-        self._distinct: list[int] = []
-        self._referenced: list[int] = []
-        self._running: list[int] = []
+        self._samples: list[tuple[int, int, int]] = []
 
     def look(self, now: float) -> None:
         """Takes a sample when it is time for one."""
-        if now < self._next:
-            return
-        if self._before is None:
+        if self._before is None and now >= self._begin:
             self._before = self._counts()
-        self._next = now + _SAMPLE_SECONDS
-        distinct, referenced = kv_pages([r for r in self._engine.scheduler.active])
-        self._distinct.append(distinct)
-        self._referenced.append(referenced)
-        self._running.append(len(self._engine.scheduler.active))
+        if now >= self._next:
+            self._next = now + _SAMPLE_SECONDS
+            running = self._engine.scheduler.active
+            pages = kv_pages(running, self._engine.limits.num_pages)
+            self._samples.append((len(running), *pages))
 
     def _counts(self) -> tuple[float, ...]:
         stats = self._engine.stats
@@ -211,29 +209,32 @@ class _Watch:
         return stats.steps, stats.host_seconds, stats.wait_seconds, preemptions, stats.compilations
 
     def figures(self) -> dict[str, Any]:
-        """Means over the samples, and what has been counted since the first."""
-        if self._before is None:
-            return {}
-        steps, host, wait, preemptions, compilations = (
-            after - before for after, before in zip(self._counts(), self._before, strict=True)
-        )
-        page_bytes = self._engine.page_bytes
-        return {
-            "kv_bytes_distinct": float(np.mean(self._distinct)) * page_bytes,
-            "kv_bytes_referenced": float(np.mean(self._referenced)) * page_bytes,
-            "running": float(np.mean(self._running)),
-            "preemptions": preemptions,
-            "steps": steps,
-            "host_ms_per_step": 1000 * host / steps if steps else None,
-            "wait_ms_per_step": 1000 * wait / steps if steps else None,
-            "compilations": compilations,
-        }
+        """Means over the samples, and what has been counted since the window began."""
+        found: dict[str, Any] = {}
+        if self._samples:
+            running, distinct, referenced = np.mean(self._samples, axis=0).tolist()
+            size = self._engine.page_bytes
+            found["running"] = running
+            found["kv_bytes_distinct"] = distinct * size
+            found["kv_bytes_referenced"] = referenced * size
+        if self._before is not None:
+            steps, host, wait, preemptions, compilations = (
+                after - before for after, before in zip(self._counts(), self._before, strict=True)
+            )
+            found |= {"preemptions": preemptions, "steps": steps, "compilations": compilations}
+            if steps:
+                found["host_ms_per_step"] = 1000 * host / steps
+                found["wait_ms_per_step"] = 1000 * wait / steps
+        return found
 
 
-def kv_pages(requests: list[Request]) -> tuple[int, int]:
-    """Pages that running requests attend to: each page once, and once for each request."""
-    runs = [np.frombuffer(r.run.pages, np.int32) for r in requests if r.run.pages]
-    placed = {p.pages for r in requests for p in r.run.context}
-    seen = [len(r.run.pages) + sum(len(p.pages) for p in r.run.context) for r in requests]
-    distinct = [*runs, *(np.array(pages, np.int32) for pages in placed)]
-    return (len(np.unique(np.concatenate(distinct))) if distinct else 0), sum(seen)
+def kv_pages(requests: Sequence[Request], num_pages: int) -> tuple[int, int]:
+    """Pages that requests attend to: each page once, and once for each request."""
+    seen, referenced = np.zeros(num_pages, bool), 0
+    for pages in chain(
+        (np.frombuffer(r.run.pages, np.int32) for r in requests if r.run.pages),
+        (np.array(p.pages) for r in requests for p in r.run.context),
+    ):
+        seen[pages] = True
+        referenced += len(pages)
+    return int(seen.sum()), referenced

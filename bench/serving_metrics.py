@@ -77,9 +77,7 @@ def summarise(
     first = [r for r in good if r.times and inside(r.times[0])]
     ended = [r for r in good if r.times and inside(r.ended)]
     tpots = [r.tpot for r in ended if r.tpot is not None]
-    gaps = [
-        b - a for r in good for a, b in zip(r.times, r.times[1:], strict=False) if inside(b)
-    ]
+    gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:], strict=False) if inside(b)]
     tokens = sum(n for r in good for t, n in zip(r.times, r.counts, strict=True) if inside(t))
     kept = [r for r in ended if r.ttft <= limits.ttft and (r.tpot or 0) <= limits.tpot]
     answered = [r.correct for r in ended if r.correct is not None]

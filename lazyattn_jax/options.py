@@ -9,7 +9,6 @@ from typing import get_args
 
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
-from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.kernels.api import Implementation
 
 MODEL_HELP = (
@@ -33,7 +32,7 @@ def parse_size(text: str) -> int:
 
 
 def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Adds an option for every field of ``EngineConfig``."""
+    """Adds an option for every field of ``EngineConfig`` but ``reuse``."""
     defaults = EngineConfig()
     add = group.add_argument
     add(
@@ -69,14 +68,6 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         default=defaults.max_documents,
         help="documents of one request (default: %(default)s)",
-    )
-    add(
-        "--reuse",
-        choices=tuple(MODES),
-        default=defaults.reuse,
-        help="lazy attends to documents where they are; block copies them, turned, for each "
-        "request; prefix reuses equal beginnings of prompts, with full attention; none computes "
-        "everything anew (default: %(default)s)",
     )
     add(
         "--document-context",

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.options import MODEL_HELP, UNITS, add_engine_options, engine_config, parse_size
@@ -113,7 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="keep compiled programs there, for quicker starts (default: off)",
     )
-    add_engine_options(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--reuse",
+        choices=tuple(MODES),
+        default=EngineConfig.reuse,
+        help="lazy attends to documents where they are; block copies them, turned, for each "
+        "request; prefix reuses equal beginnings of prompts, with full attention; none computes "
+        "everything anew (default: %(default)s)",
+    )
+    add_engine_options(engine)
     return parser
 
 
@@ -231,9 +241,8 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "prefill": f"{', '.join(map(str, limits.prefill_buckets))} tokens a step",
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
-        "documents": f"encoded after the leading text, gap {config.document_gap}"
-        if config.document_context == "prefix"
-        else "encoded alone",
+        "reuse": config.reuse,
+        "documents": _documents(config),
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -242,6 +251,14 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _documents(config: EngineConfig) -> str:
+    if not config.reuse_mode.independent:
+        return "text like any other"
+    if config.document_context == "prefix":
+        return f"encoded after the leading text, gap {config.document_gap}"
+    return "encoded alone"
 
 
 def _count(number: int) -> str:

@@ -1,0 +1,221 @@
+"""A model under load: latencies, throughput and reuse, for each way of reusing KV.
+
+All ways run in one process on the same weights and the same requests, each on an empty pool. In an
+open loop requests come at a rate whatever happens (Poisson); in a closed loop so many are under way
+at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lazyattn_jax.bench import record
+from lazyattn_jax.bench.serving_engine import Span
+from lazyattn_jax.bench.serving_metrics import Limits
+from lazyattn_jax.bench.serving_points import EngineTarget, Point, Target, measure
+from lazyattn_jax.bench.serving_report import tables
+from lazyattn_jax.bench.workloads import NAMES, Workload
+from lazyattn_jax.engine.reuse import MODES
+from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
+
+
+def add_command(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser("serve", help="a model under load", description=__doc__)
+    add_options(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--concurrency", type=int, nargs="+", default=[], metavar="N", help="closed loops"
+    )
+    load.add_argument(
+        "--rate", type=float, nargs="+", default=[], metavar="N", help="open loops, requests/s"
+    )
+    load.add_argument(
+        "--rate-share",
+        type=float,
+        metavar="SHARE",
+        help="an open loop at that share of the request rate that the last --reuse but one, or "
+        "--rate-share-of, reached in the last closed loop",
+    )
+    load.add_argument("--rate-share-of", choices=tuple(MODES), default="block", metavar="REUSE")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark of a model under load."""
+    add = parser.add_argument
+    add("--model", default=EMBEDDED, help=MODEL_HELP)
+    add("--url", help="measure an OpenAI-compatible server there instead, e.g. http://host:8000/v1")
+    add("--url-model", metavar="NAME", help="what that server calls the model (default: its first)")
+    add(
+        "--url-documents",
+        choices=("field", "inline"),
+        default="inline",
+        help="send documents to it beside the messages or within them (default: %(default)s)",
+    )
+    add(
+        "--reuse",
+        type=_modes,
+        default=["lazy"],
+        metavar="LIST",
+        help=f"comma-separated, of {', '.join(MODES)} (default: lazy)",
+    )
+    add("--json", type=Path, help="also write the results there")
+    add("--plot", type=Path, metavar="DIR", help="also draw them there, as SVG")
+    _add_workload(parser.add_argument_group("workload"))
+    span = parser.add_argument_group("how long")
+    span.add_argument("--warmup", type=float, default=0.0, help="seconds that do not count")
+    span.add_argument("--duration", type=float, default=float("inf"), help="seconds that count")
+    span.add_argument("--requests", type=int, help="end when so many are answered")
+    limits = parser.add_argument_group("goodput: requests a second that keep both limits")
+    limits.add_argument("--ttft-limit", type=float, default=Limits.ttft, help="s; %(default)s")
+    limits.add_argument("--tpot-limit", type=float, default=Limits.tpot, help="s; %(default)s")
+    add_engine_options(parser.add_argument_group("engine"))
+
+
+def _add_workload(group: argparse._ArgumentGroup) -> None:
+    add, default = group.add_argument, Workload()
+    add("--workload", choices=NAMES, default=default.name, help="default: %(default)s")
+    add("--pool", type=int, default=default.pool, help="documents of zipf; %(default)s")
+    add("--documents", type=int, default=default.documents, help="a request; %(default)s")
+    add("--alpha", type=float, nargs="+", default=[default.alpha], help="of zipf; %(default)s")
+    for part in ("document", "system", "question", "output"):
+        name = f"{part}_tokens"
+        value = getattr(default, name)
+        add(f"--{part}-tokens", type=int, default=value, help="default: %(default)s")
+    add("--file", help="of jsonl")
+    add("--seed", type=int, default=default.seed, help="default: %(default)s")
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    for mode in modes:
+        if mode not in MODES:
+            raise argparse.ArgumentTypeError(f"{mode!r} must be one of {', '.join(MODES)}")
+    return modes
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures, prints tables, and writes what is asked for.
+
+    Raises:
+      SystemExit: options that contradict each other, or memory that does not suffice.
+    """
+    if not args.concurrency and not args.rate:
+        raise SystemExit("give --concurrency or --rate")
+    console = Console()
+    try:
+        results = _measure_all(args, console)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    finish(args, results, console)
+
+
+def finish(args: argparse.Namespace, results: list[dict[str, Any]], console: Console) -> None:
+    """Prints and writes results."""
+    for table in tables(results):
+        console.print(table)
+    if args.json:
+        record.write(args.json, {"settings": settings(args), "results": results})
+    if args.plot:
+        from lazyattn_jax.bench.serving_plots import save_plots
+
+        for path in save_plots(args.plot, results):
+            console.print(f"drawn: {path}")
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
+    return {k: v for k, v in asdict(engine_config(args, reuse="lazy")).items() if v is not None}
+
+
+def _measure_all(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    with Runs(args, console) as runs:
+        for workload in workloads(args):
+            loads: list[dict[str, Any]] = [{"concurrency": n} for n in args.concurrency]
+            loads += [{"rate": rate} for rate in args.rate]
+            for load in loads:
+                results += (runs.measure(Point(workload, mode, **load)) for mode in runs.modes)
+            if args.rate_share:
+                rate = args.rate_share * _rate_of(results, args.rate_share_of)
+                results += (runs.measure(Point(workload, m, rate=rate)) for m in runs.modes)
+    return results
+
+
+def _rate_of(results: Sequence[dict[str, Any]], mode: str) -> float:
+    """Requests a second that a mode reached in the last closed loop."""
+    for row in results[::-1]:
+        if row["reuse"] == mode and row["concurrency"] is not None:
+            return float(row["requests_per_second"])
+    raise ValueError(f"--rate-share needs a closed loop (--concurrency) of --reuse {mode}")
+
+
+def workloads(args: argparse.Namespace) -> Iterator[Workload]:
+    """The workload that is asked for, with each alpha."""
+    given = {f.name: getattr(args, f.name) for f in fields(Workload) if f.name in args}
+    del given["alpha"]
+    workload = Workload(args.workload, **given)
+    for alpha in args.alpha:
+        yield replace(workload, alpha=alpha)
+
+
+class Runs:
+    """Measures points on what the command line names, with a progress bar for each."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self._span = Span(args.warmup, args.duration, args.requests)
+        self._limits = Limits(args.ttft_limit, args.tpot_limit)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[answered]} answered"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.modes: list[str | None] = [None] if args.url else list(args.reuse)
+        self.target = self._target(args, console)
+
+    def __enter__(self) -> Runs:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def _target(self, args: argparse.Namespace, console: Console) -> Target:
+        if args.url:
+            from lazyattn_jax.bench.serving_url import UrlTarget
+
+            return UrlTarget(args.url, args.url_model, args.url_documents)
+        config = engine_config(args, reuse=args.reuse[0])
+        for mode in args.reuse:
+            replace(config, reuse=mode)  # raises now rather than after the first run
+        with console.status(f"Loading {args.model}"):
+            loaded = load_model(args.model, dtype=config.resolve_dtype())
+        return EngineTarget(loaded, config, self._compiled)
+
+    def _compiled(self, done: int, total: int) -> None:
+        if total:
+            self._progress.console.print(f"compiled {done} of {total} batch shapes", end="\r")
+
+    def measure(self, point: Point) -> dict[str, Any]:
+        """Figures of one point."""
+        whole = self._span.warmup + self._span.duration
+        by_count = self._span.requests is not None and whole == float("inf")
+        total = self._span.requests if by_count else whole
+        task = self._progress.add_task(point.label, total=total, answered=0)
+
+        def progress(seconds: float, answered: int) -> None:
+            done = answered if by_count else seconds
+            self._progress.update(task, completed=done, answered=answered)
+
+        return measure(self.target, point, self._span, self._limits, progress)
