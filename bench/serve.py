@@ -55,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default=EMBEDDED, help=MODEL_HELP)
     add("--url", help="measure an OpenAI-compatible server there instead, e.g. http://host:8000/v1")
     add("--url-model", metavar="NAME", help="what that server calls the model (default: its first)")
+    add("--url-key", default="none", metavar="KEY", help="the API key that it wants")
     add(
         "--url-documents",
         choices=("field", "inline"),
@@ -195,7 +196,7 @@ class Runs:
         if args.url:
             from lazyattn_jax.bench.serving_url import UrlTarget
 
-            return UrlTarget(args.url, args.url_model, args.url_documents)
+            return UrlTarget(args.url, args.url_model, args.url_documents, args.url_key)
         config = engine_config(args, reuse=args.reuse[0])
         for mode in args.reuse:
             replace(config, reuse=mode)  # raises now rather than after the first run

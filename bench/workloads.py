@@ -128,7 +128,7 @@ def draw_distinct(rng: np.random.Generator, pool: int, count: int, alpha: float)
     return rng.permutation(np.argpartition(-keys, count - 1)[:count]).tolist()
 
 
-def token_maker(vocab_size: int) -> ContentMaker:
+def token_maker(vocab_size: int) -> Callable[[np.random.Generator, int], tuple[int, ...]]:
     """Random token ids, without the ends of the vocabulary, where control tokens are."""
     low, high = vocab_size // 4, 3 * vocab_size // 4
     return lambda rng, count: tuple(rng.integers(low, high, count).tolist())

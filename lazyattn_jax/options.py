@@ -117,4 +117,4 @@ def engine_config(args: argparse.Namespace, **options: object) -> EngineConfig:
       ValueError: an option is out of range.
     """
     given = {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name in args}
-    return EngineConfig(**(given | options))  # type: ignore[arg-type]
+    return EngineConfig(**(given | options))

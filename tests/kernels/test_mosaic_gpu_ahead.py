@@ -13,9 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lazyattn_jax.kernels.model_shapes import LLAMA_3_1_8B, MODEL_SHAPES
 from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h200
+from lazyattn_jax.kernels.mosaic_gpu.copies import copy_pages
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
 from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
+from lazyattn_jax.kernels.work import Moves, Turns
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only")
 
@@ -53,6 +55,18 @@ def test_prefill(shape, page_size):
 def test_split_prefill(shape, page_size):
     arguments = prefill_arguments(shape, page_size, most_pieces=6)
     check(lazy_prefill, shape, arguments, kernels=2)
+
+
+@pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE + EVERY_PAGE_SIZE))
+def test_copy(shape, page_size):
+    """Also of heads and pages whose rows divide by 16 only."""
+    pages = jax.ShapeDtypeStruct((500, shape.kv_heads, page_size, shape.head_dim), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((64,), jnp.int32)
+    turn = jax.ShapeDtypeStruct((64, shape.head_dim // 2), jnp.float32)
+    moves = Moves(index, index, index, Turns(turn, turn))
+    (usage,) = usage_on_h200(copy_pages, pages, pages, moves)
+    assert 0 < usage.registers <= 128, usage  # at least four blocks a core
+    assert usage[2:] == (0, 0, 0), usage
 
 
 def test_float16():
