@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, kernels, latency, reuse, serve
+from lazyattn_jax.bench import eviction, kernels, latency, reuse, serve, steps
 
 
 def main() -> int:
@@ -17,6 +17,7 @@ def main() -> int:
     eviction.add_command(commands)
     latency.add_command(commands)
     serve.add_command(commands)
+    steps.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

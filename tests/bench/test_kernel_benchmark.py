@@ -14,7 +14,14 @@ import pytest
 from rich.console import Console
 
 from lazyattn_jax.bench import __main__ as command
-from lazyattn_jax.bench import kernel_ahead, kernel_extra, kernel_runs, kernels, timing
+from lazyattn_jax.bench import (
+    kernel_ahead,
+    kernel_copies,
+    kernel_extra,
+    kernel_runs,
+    kernels,
+    timing,
+)
 from lazyattn_jax.bench.kernel_cases import HEADLINE, Case, Variant, make_step
 from lazyattn_jax.bench.kernel_report import is_met, save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result
