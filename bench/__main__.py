@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, kernels, latency, reuse, serve, steps
+from lazyattn_jax.bench import eviction, figures, kernels, latency, reuse, serve, steps
 
 
 def main() -> int:
@@ -18,6 +18,7 @@ def main() -> int:
     latency.add_command(commands)
     serve.add_command(commands)
     steps.add_command(commands)
+    figures.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

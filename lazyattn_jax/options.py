@@ -62,6 +62,19 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="tokens of one prefill step (default: 512 on a CPU, else 4096)",
     )
+    for kind, unit, last in (
+        ("prefill", "TOKENS", "--max-num-batched-tokens"),
+        ("decode", "N", "--max-num-seqs"),
+    ):
+        add(
+            f"--{kind}-buckets",
+            type=int,
+            nargs="+",
+            default=(),
+            metavar=unit,
+            help=f"sizes that {kind} steps are padded to, rising to {last}; all are compiled "
+            "before the first request (default: a few)",
+        )
     add(
         "--max-documents",
         type=int,

@@ -30,6 +30,9 @@ class EngineConfig:
       max_model_len: tokens of prompt and output together; default what the model was made for.
       max_num_seqs: requests computed at the same time; default 16 on a CPU, else 256.
       max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
+      prefill_buckets: tokens that prefill steps are padded to, rising to
+        ``max_num_batched_tokens``; more of them pad less but take longer to compile.
+      decode_buckets: requests that decode steps are padded to, rising to ``max_num_seqs``.
       max_documents: documents of one request.
       reuse: ``lazy`` attends to documents where they are, ``block`` turns them to their place and
         copies them into pages of each request, ``prefix`` reuses equal beginnings of prompts with
@@ -53,6 +56,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_buckets: tuple[int, ...] = ()
+    decode_buckets: tuple[int, ...] = ()
     max_documents: int = 256
     reuse: str = "lazy"
     document_context: str = "prefix"
@@ -140,6 +145,8 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
             max_documents=self.max_documents,
             copies_documents=self.reuse_mode.copied,
+            given_prefill_buckets=tuple(self.prefill_buckets),
+            given_decode_buckets=tuple(self.decode_buckets),
         )
 
 

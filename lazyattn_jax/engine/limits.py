@@ -17,7 +17,8 @@ class Limits:
 
     A work item is up to ``BLOCK_ROWS`` rows of one request times up to ``item_pages`` pages of one
     run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
-    at start-up. With ``copies_documents`` a request takes pages for copies of its documents too.
+    at start-up; those given replace the default ones. With ``copies_documents`` a request takes
+    pages for copies of its documents too.
     """
 
     page_size: int
@@ -27,13 +28,17 @@ class Limits:
     max_num_batched_tokens: int
     max_documents: int
     copies_documents: bool = False
+    given_prefill_buckets: tuple[int, ...] = ()
+    given_decode_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "copies_documents" and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}, must be a power of two")
+        _check_buckets("prefill_buckets", self.given_prefill_buckets, self.max_prefill, BLOCK_ROWS)
+        _check_buckets("decode_buckets", self.given_decode_buckets, self.max_num_seqs, 1)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a run of tokens takes."""
@@ -70,12 +75,17 @@ class Limits:
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Tokens of a prefill step, smallest first."""
-        return _buckets(BLOCK_ROWS, max(BLOCK_ROWS, self.max_num_batched_tokens), 8)
+        return self.given_prefill_buckets or _buckets(BLOCK_ROWS, self.max_prefill, 8)
+
+    @property
+    def max_prefill(self) -> int:
+        """Tokens of the largest prefill step, padding included."""
+        return max(BLOCK_ROWS, self.max_num_batched_tokens)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Requests of a decode step, smallest first."""
-        return _buckets(1, self.max_num_seqs, 4)
+        return self.given_decode_buckets or _buckets(1, self.max_num_seqs, 4)
 
     @property
     def copy_buckets(self) -> tuple[int, ...]:
@@ -124,6 +134,14 @@ def work_lists(
         sizes = limits.page_size, group, kv_heads, head_dim, num_cores
         return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
     return dense
+
+
+def _check_buckets(name: str, sizes: tuple[int, ...], largest: int, least: int) -> None:
+    if sizes and (list(sizes) != sorted(set(sizes)) or sizes[0] < least or sizes[-1] != largest):
+        raise ValueError(
+            f"{name} are {', '.join(map(str, sizes))}; they must rise from at least {least} to "
+            f"{largest}, what the largest step has"
+        )
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from lazyattn_jax.bench import __main__ as command
 from lazyattn_jax.bench.serving_engine import Span, drive, is_correct, kv_pages
 from lazyattn_jax.bench.serving_load import ClosedLoop
 from lazyattn_jax.bench.serving_metrics import Limits, Record, summarise
+from lazyattn_jax.bench.serving_plots import points
 from lazyattn_jax.bench.workloads import Query
 from lazyattn_jax.engine.engine import Output
 
@@ -238,6 +239,30 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     assert rows[0]["workload"]["alpha"] == 1.0
 
 
+def test_figures_on_a_small_model(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    load = ["--concurrency", "1", "2", "--rate-shares", "0.5", "1", "--pool-shares", "0.5"]
+    options = ["--reuse", "lazy,block", "--requests", "4", "--plot", str(tmp_path)]
+    bench(monkeypatch, "figures", *TINY, *load, *options)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {"ttft-rate.svg", "throughput-concurrency.svg", "hits-pool.svg"}
+
+
+def test_points_of_a_plot_differ_in_one_setting_only():
+    def row(reuse, concurrency, alpha=1.0, share=1.0):
+        workload = {"name": "zipf", "alpha": alpha}
+        return {
+            "reuse": reuse, "rate": None, "concurrency": concurrency,
+            "pool_share": share, "workload": workload,
+        }
+
+    rows = [row("lazy", 4), row("lazy", 1), row("lazy", 1, 2.0), row("lazy", 4, share=0.5)]
+    assert points(rows, "concurrency") == [rows[1], rows[0]]
+    assert points(rows, "alpha") == [rows[1], rows[2]]
+    assert points(rows, "pool_share") == [rows[3], rows[0]]
+    assert points(rows, "rate") == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -254,3 +279,25 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
 def test_options_that_do_not_do(monkeypatch, options, message):
     with pytest.raises(SystemExit, match=message):
         bench(monkeypatch, "serve", *TINY, *options)
+
+
+def test_steps_of_a_small_model(monkeypatch, tmp_path):
+    path = tmp_path / "found.json"
+    sizes = {
+        "--document-tokens": 20, "--alone-documents": 3, "--decode-requests": 2, "--steps": 3,
+        "--decode-documents": 2, "--host-requests": 2, "--host-pool": 3, "--json": path,
+        "--question-tokens": 8, "--model": "dummy:tiny", "--kv-pool-bytes": "512KiB",
+        "--max-model-len": 256, "--max-num-batched-tokens": 64, "--max-num-seqs": 2,
+    }
+    bench(monkeypatch, "steps", *(str(x) for pair in sizes.items() for x in pair))
+    found = json.loads(path.read_text())
+    weights, ceiling = found["weight_bytes"], found["read_ceiling"]
+    alone, decode, host = (found["results"][name] for name in ("alone", "decode", "host"))
+    assert alone["best_seconds"] == pytest.approx(weights / ceiling)
+    # Two requests: 32 tokens of system text, 40 of documents, 8 of the question, and a few more.
+    assert 2 * 80 < decode["kv_tokens"] < 2 * (80 + 24)
+    token_bytes = 512  # dummy:tiny in float32
+    size = weights + decode["kv_tokens"] * token_bytes
+    assert decode["best_seconds"] == pytest.approx(size / ceiling)
+    assert host["requests"] == 2
+    assert host["host_seconds"] > 0

@@ -10,6 +10,7 @@ import pytest
 from engine_helpers import GREEDY, assert_matches_oracle, document, text
 
 from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.request import RequestError, as_text
 
 SYSTEM, QUESTION = text(1, 13), text(2, 9)
@@ -109,3 +110,16 @@ def test_options_that_contradict_each_other():
         EngineConfig(reuse="some")
     with pytest.raises(ValueError, match="document_context is 'full', reuse 'lazy' needs"):
         EngineConfig(document_context="full")
+
+
+def test_buckets_that_do_not_reach_the_largest_step():
+    options = {"page_size": 8, "num_pages": 8, "max_model_len": 64, "max_documents": 1}
+    options |= {"max_num_seqs": 6, "max_num_batched_tokens": 256}
+    given = Limits(**options, given_prefill_buckets=(64, 128, 256), given_decode_buckets=(2, 6))
+    assert given.prefill_buckets == (64, 128, 256)
+    assert given.decode_buckets == (2, 6)
+    for wrong in ((2, 4), (4, 2, 6), (0, 6)):
+        with pytest.raises(ValueError, match="must rise from at least 1 to 6"):
+            Limits(**options, given_decode_buckets=wrong)
+    with pytest.raises(ValueError, match=r"prefill_buckets are 32, 256; .* at least 64 to 256"):
+        Limits(**options, given_prefill_buckets=(32, 256))
