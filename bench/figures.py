@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lazyattn_jax.bench.serve import Runs, add_options, finish, workloads
-from lazyattn_jax.bench.serving_points import Point
+from lazyattn_jax.bench.serve import Runs, add_options, measure_all, workloads
 
 
 def add_command(commands: Any) -> None:
@@ -45,27 +44,15 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       SystemExit: as ``bench serve``.
     """
-    console = Console()
-    try:
-        results = _measure(args, console)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    finish(args, results, console)
+    measure_all(args, Console(), _measure)
 
 
-def _measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    results = []
-    with Runs(args, console) as runs:
-        workload = next(workloads(args))
-
-        def each(**point: Any) -> None:
-            results.extend(runs.measure(Point(workload, m, **point)) for m in runs.modes)
-
-        for concurrency in args.concurrency:
-            each(concurrency=concurrency)
-        most = results[-len(runs.modes)]["requests_per_second"]
-        for share in args.rate_shares:
-            each(rate=share * most)
-        for share in args.pool_shares:
-            each(concurrency=args.concurrency[-1], pool_share=share)
-    return results
+def _measure(args: argparse.Namespace, runs: Runs) -> None:
+    workload = next(workloads(args))
+    for concurrency in args.concurrency:
+        runs.measure(workload, concurrency=concurrency)
+    most = runs.results[-len(runs.modes)]["requests_per_second"]
+    for share in args.rate_shares:
+        runs.measure(workload, rate=share * most)
+    for share in args.pool_shares:
+        runs.measure(workload, concurrency=args.concurrency[-1], pool_share=share)

@@ -8,7 +8,7 @@ at any time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from lazyattn_jax.bench.serving_points import EngineTarget, Point, Target, measu
 from lazyattn_jax.bench.serving_report import tables
 from lazyattn_jax.bench.workloads import NAMES, Workload
 from lazyattn_jax.engine.reuse import MODES
+from lazyattn_jax.llm import keep_compiled
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
 
@@ -42,10 +43,10 @@ def add_command(commands: Any) -> None:
         "--rate-share",
         type=float,
         metavar="SHARE",
-        help="an open loop at that share of the request rate that the last --reuse but one, or "
-        "--rate-share-of, reached in the last closed loop",
+        help="then an open loop at that share of the request rate that --rate-share-of reached in "
+        "the last closed loop",
     )
-    load.add_argument("--rate-share-of", choices=tuple(MODES), default="block", metavar="REUSE")
+    load.add_argument("--rate-share-of", choices=tuple(MODES), default="block", help="%(default)s")
     parser.set_defaults(run=run)
 
 
@@ -69,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"comma-separated, of {', '.join(MODES)} (default: lazy)",
     )
-    add("--json", type=Path, help="also write the results there")
+    add("--json", type=Path, help="also write the results there, after every run")
     add("--plot", type=Path, metavar="DIR", help="also draw them there, as SVG")
     _add_workload(parser.add_argument_group("workload"))
     span = parser.add_argument_group("how long")
@@ -79,7 +80,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("goodput: requests a second that keep both limits")
     limits.add_argument("--ttft-limit", type=float, default=Limits.ttft, help="s; %(default)s")
     limits.add_argument("--tpot-limit", type=float, default=Limits.tpot, help="s; %(default)s")
-    add_engine_options(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--pool-share",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="use only that share of the KV pool (default: all)",
+    )
+    engine.add_argument(
+        "--compilation-cache", metavar="DIR", help="keep compiled programs there (default: off)"
+    )
+    add_engine_options(engine)
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
@@ -112,52 +124,49 @@ def run(args: argparse.Namespace) -> None:
     """
     if not args.concurrency and not args.rate:
         raise SystemExit("give --concurrency or --rate")
+    if args.rate_share and not (args.concurrency and args.rate_share_of in args.reuse):
+        raise SystemExit(
+            f"--rate-share needs a closed loop (--concurrency) of --reuse {args.rate_share_of}"
+        )
     console = Console()
+    measure_all(args, console, _measure)
+
+
+def measure_all(
+    args: argparse.Namespace, console: Console, plan: Callable[[argparse.Namespace, Runs], None]
+) -> None:
+    """Takes the runs of a plan, prints their tables and draws them.
+
+    Raises:
+      SystemExit: options that contradict each other, or memory that does not suffice.
+    """
     try:
-        results = _measure_all(args, console)
+        with Runs(args, console) as runs:
+            plan(args, runs)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    finish(args, results, console)
-
-
-def finish(args: argparse.Namespace, results: list[dict[str, Any]], console: Console) -> None:
-    """Prints and writes results."""
-    for table in tables(results):
-        console.print(table)
-    if args.json:
-        record.write(args.json, {"settings": settings(args), "results": results})
     if args.plot:
         from lazyattn_jax.bench.serving_plots import save_plots
 
-        for path in save_plots(args.plot, results):
+        for path in save_plots(args.plot, runs.results):
             console.print(f"drawn: {path}")
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options that were given."""
-    return {k: v for k, v in asdict(engine_config(args, reuse="lazy")).items() if v is not None}
-
-
-def _measure_all(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = []
-    with Runs(args, console) as runs:
-        for workload in workloads(args):
-            loads: list[dict[str, Any]] = [{"concurrency": n} for n in args.concurrency]
-            loads += [{"rate": rate} for rate in args.rate]
-            for load in loads:
-                results += (runs.measure(Point(workload, mode, **load)) for mode in runs.modes)
-            if args.rate_share:
-                rate = args.rate_share * _rate_of(results, args.rate_share_of)
-                results += (runs.measure(Point(workload, m, rate=rate)) for m in runs.modes)
-    return results
+def _measure(args: argparse.Namespace, runs: Runs) -> None:
+    for workload in workloads(args):
+        for concurrency in args.concurrency:
+            runs.measure(workload, concurrency=concurrency)
+        for rate in args.rate:
+            runs.measure(workload, rate=rate)
+        if args.rate_share:
+            most = _rate_of(runs.results, args.rate_share_of)
+            runs.measure(workload, rate=args.rate_share * most)
 
 
 def _rate_of(results: Sequence[dict[str, Any]], mode: str) -> float:
     """Requests a second that a mode reached in the last closed loop."""
-    for row in results[::-1]:
-        if row["reuse"] == mode and row["concurrency"] is not None:
-            return float(row["requests_per_second"])
-    raise ValueError(f"--rate-share needs a closed loop (--concurrency) of --reuse {mode}")
+    closed = [r for r in results if r["reuse"] == mode and r["concurrency"] is not None]
+    return float(closed[-1]["requests_per_second"])
 
 
 def workloads(args: argparse.Namespace) -> Iterator[Workload]:
@@ -170,9 +179,14 @@ def workloads(args: argparse.Namespace) -> Iterator[Workload]:
 
 
 class Runs:
-    """Measures points on what the command line names, with a progress bar for each."""
+    """Measures points on what the command line names, with a progress bar for each.
+
+    ``results`` has what was measured, and is written each time.
+    """
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self._args = args
+        self.results: list[dict[str, Any]] = []
         self._span = Span(args.warmup, args.duration, args.requests)
         self._limits = Limits(args.ttft_limit, args.tpot_limit)
         self._progress = Progress(
@@ -183,7 +197,7 @@ class Runs:
             console=console,
         )
         self.modes: list[str | None] = [None] if args.url else list(args.reuse)
-        self.target = self._target(args, console)
+        self._target = self._make_target(args, console)
 
     def __enter__(self) -> Runs:
         self._progress.start()
@@ -192,11 +206,13 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _target(self, args: argparse.Namespace, console: Console) -> Target:
+    def _make_target(self, args: argparse.Namespace, console: Console) -> Target:
         if args.url:
             from lazyattn_jax.bench.serving_url import UrlTarget
 
             return UrlTarget(args.url, args.url_model, args.url_documents, args.url_key)
+        if args.compilation_cache is not None:
+            keep_compiled(args.compilation_cache)
         config = engine_config(args, reuse=args.reuse[0])
         for mode in args.reuse:
             replace(config, reuse=mode)  # raises now rather than after the first run
@@ -208,8 +224,21 @@ class Runs:
         if total:
             self._progress.console.print(f"compiled {done} of {total} batch shapes", end="\r")
 
-    def measure(self, point: Point) -> dict[str, Any]:
-        """Figures of one point."""
+    def measure(self, workload: Workload, *, pool_share: float = 1.0, **load: float) -> None:
+        """Measures one load for each way of reuse, on that share of the pool that may be used."""
+        share = pool_share * self._args.pool_share
+        points = [Point(workload, mode, pool_share=share, **load) for mode in self.modes]  # type: ignore[arg-type]
+        found = []
+        for point in points:
+            found.append(self._measure(point))
+            self.results.append(found[-1])
+            if self._args.json:
+                settings = asdict(engine_config(self._args, reuse="lazy"))
+                record.write(self._args.json, {"settings": settings, "results": self.results})
+        for table in tables(found):
+            self._progress.console.print(table)
+
+    def _measure(self, point: Point) -> dict[str, Any]:
         whole = self._span.warmup + self._span.duration
         by_count = self._span.requests is not None and whole == float("inf")
         total = self._span.requests if by_count else whole
@@ -219,4 +248,4 @@ class Runs:
             done = answered if by_count else seconds
             self._progress.update(task, completed=done, answered=answered)
 
-        return measure(self.target, point, self._span, self._limits, progress)
+        return measure(self._target, point, self._span, self._limits, progress)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rate": lambda row: row["rate"],
     "concurrency": lambda row: row["concurrency"],
@@ -91,7 +93,7 @@ def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
             for name, value, style in plot.lines:
                 axes.plot(
                     [_SETTINGS[plot.setting](row) for row in mine],
-                    [value(row) for row in mine],
+                    np.array([value(row) for row in mine], float),
                     style,
                     marker="o",
                     markersize=3,

@@ -27,7 +27,7 @@ from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece, Prompt
 from lazyattn_jax.engine.runs import Request, State
-from lazyattn_jax.llm import start_engine
+from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
 
@@ -46,11 +46,18 @@ def add_command(commands: Any) -> None:
     add("--alone-documents", type=int, default=20, help="default: %(default)s")
     add("--decode-requests", type=int, default=64, help="default: %(default)s")
     add("--decode-documents", type=int, default=10, help="a request; default: %(default)s")
+    add(
+        "--host-document-tokens",
+        type=int,
+        default=128,
+        help="small ones, for a step to hold all requests (default: %(default)s)",
+    )
     add("--host-requests", type=int, default=256, help="default: %(default)s")
     add("--host-pool", type=int, default=100, help="documents drawn from; default: %(default)s")
     add("--question-tokens", type=int, default=64, help="default: %(default)s")
     add("--steps", type=int, default=40, help="timed of each; default: %(default)s")
     add("--json", type=Path, help="also write the results there")
+    add("--compilation-cache", metavar="DIR", help="keep compiled programs there (default: off)")
     add_engine_options(parser.add_argument_group("engine"))
     parser.set_defaults(run=run)
 
@@ -63,6 +70,8 @@ def run(args: argparse.Namespace) -> None:
     """
     console = Console()
     try:
+        if args.compilation_cache is not None:
+            keep_compiled(args.compilation_cache)
         config = engine_config(args)
         loaded = load_model(args.model, dtype=config.resolve_dtype())
         weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
@@ -98,7 +107,7 @@ class Steps:
     def alone(self) -> dict[str, float]:
         """Time to first token of one request with cached documents in another order each time."""
         documents = self._args.alone_documents
-        trials = self._prompts("permute", documents, pool=documents, count=12)
+        trials = self._prompts("permute", documents, count=12)
         times = []
         for prompt in trials:
             begin = time.perf_counter()
@@ -113,7 +122,7 @@ class Steps:
         """A decode step of requests that share no document."""
         args = self._args
         count = args.decode_requests
-        prompts = self._prompts("unique", args.decode_documents, pool=1, count=count)
+        prompts = self._prompts("unique", args.decode_documents, count=count)
         seconds, _, requests = self._decode(prompts)
         tokens = sum(len(r.run.tokens) + _context_tokens(r) for r in requests)
         size = self._engine.page_bytes // self._engine.limits.page_size
@@ -124,7 +133,11 @@ class Steps:
         """The host's work for a decode step of many requests."""
         args = self._args
         prompts = self._prompts(
-            "zipf", args.decode_documents, pool=args.host_pool, count=args.host_requests
+            "zipf",
+            args.decode_documents,
+            count=args.host_requests,
+            pool=args.host_pool,
+            document_tokens=args.host_document_tokens,
         )
         seconds, host, requests = self._decode(prompts)
         self._finish(requests)
@@ -152,16 +165,11 @@ class Steps:
             times.append(time.perf_counter() - begin)
         return statistics.median(times), (engine.stats.host_seconds - host) / steps, requests
 
-    def _prompts(self, name: str, documents: int, *, pool: int, count: int) -> list[Prompt]:
-        args = self._args
+    def _prompts(self, name: str, documents: int, *, count: int, **sizes: int) -> list[Prompt]:
         self._engine.scheduler.index.clear()
-        workload = Workload(
-            name,
-            pool=max(pool, documents),
-            documents=documents,
-            document_tokens=args.document_tokens,
-            question_tokens=args.question_tokens,
-        )
+        sizes = {"document_tokens": self._args.document_tokens} | sizes
+        sizes["question_tokens"] = self._args.question_tokens
+        workload = Workload(name, documents=documents, **sizes)  # type: ignore[arg-type]
         queries = workload.queries(token_maker(self._engine.loaded.config.vocab_size))
         prompts: list[Prompt] = []
         for query in (next(queries) for _ in range(count)):

@@ -90,7 +90,8 @@ class Limits:
     @property
     def copy_buckets(self) -> tuple[int, ...]:
         """Pages that are copied at once, smallest first."""
-        return _buckets(64, 1024, 4) if self.copies_documents else ()
+        largest = max(64, min(self.num_pages, 1024))
+        return _buckets(64, largest, 4) if self.copies_documents else ()
 
     def prefill_items(self, bucket: int) -> int:
         """Work items that a prefill step holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -114,7 +115,7 @@ class Runner:
         shapes = [shape for shape in shapes if shape not in self.programs]
         progress(0, len(shapes))
         # Tracing is Python and serial; compiling releases the interpreter lock.
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) // 2))) as pool:
             lowered = ((shape, self._lower(*shape)) for shape in shapes)
             pending = [(shape, pool.submit(low.compile)) for shape, low in lowered]
             for done, (shape, future) in enumerate(pending, 1):

@@ -211,6 +211,7 @@ TINY = [
     *("--question-tokens", "8", "--system-tokens", "8", "--output-tokens", "4"),
     *("--kv-pool-bytes", "512KiB", "--max-model-len", "128", "--max-num-batched-tokens", "64"),
     *("--max-documents", "4", "--max-num-seqs", "2", "--page-size", "16"),
+    *("--decode-buckets", "2"),
 ]
 
 
@@ -252,8 +253,11 @@ def test_points_of_a_plot_differ_in_one_setting_only():
     def row(reuse, concurrency, alpha=1.0, share=1.0):
         workload = {"name": "zipf", "alpha": alpha}
         return {
-            "reuse": reuse, "rate": None, "concurrency": concurrency,
-            "pool_share": share, "workload": workload,
+            "reuse": reuse,
+            "rate": None,
+            "concurrency": concurrency,
+            "pool_share": share,
+            "workload": workload,
         }
 
     rows = [row("lazy", 4), row("lazy", 1), row("lazy", 1, 2.0), row("lazy", 4, share=0.5)]
@@ -284,10 +288,20 @@ def test_options_that_do_not_do(monkeypatch, options, message):
 def test_steps_of_a_small_model(monkeypatch, tmp_path):
     path = tmp_path / "found.json"
     sizes = {
-        "--document-tokens": 20, "--alone-documents": 3, "--decode-requests": 2, "--steps": 3,
-        "--decode-documents": 2, "--host-requests": 2, "--host-pool": 3, "--json": path,
-        "--question-tokens": 8, "--model": "dummy:tiny", "--kv-pool-bytes": "512KiB",
-        "--max-model-len": 256, "--max-num-batched-tokens": 64, "--max-num-seqs": 2,
+        "--document-tokens": 20,
+        "--alone-documents": 3,
+        "--decode-requests": 2,
+        "--steps": 3,
+        "--decode-documents": 2,
+        "--host-requests": 2,
+        "--host-pool": 3,
+        "--json": path,
+        "--question-tokens": 8,
+        "--model": "dummy:tiny",
+        "--kv-pool-bytes": "512KiB",
+        "--max-model-len": 256,
+        "--max-num-batched-tokens": 64,
+        "--max-num-seqs": 2,
     }
     bench(monkeypatch, "steps", *(str(x) for pair in sizes.items() for x in pair))
     found = json.loads(path.read_text())
