@@ -192,7 +192,7 @@ class Runs:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[answered]} answered"),
+            TextColumn("{task.fields[answered]} done"),
             TimeElapsedColumn(),
             console=console,
         )
@@ -221,8 +221,10 @@ class Runs:
         return EngineTarget(loaded, config, self._compiled)
 
     def _compiled(self, done: int, total: int) -> None:
-        if total:
-            self._progress.console.print(f"compiled {done} of {total} batch shapes", end="\r")
+        if total and done == 0:
+            self._compiling = self._progress.add_task("Compiling", total=total, answered=0)
+        elif total:
+            self._progress.update(self._compiling, completed=done, answered=done)
 
     def measure(self, workload: Workload, *, pool_share: float = 1.0, **load: float) -> None:
         """Measures one load for each way of reuse, on that share of the pool that may be used."""
