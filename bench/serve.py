@@ -19,10 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lazyattn_jax.bench import record
 from lazyattn_jax.bench.serving_engine import Span
 from lazyattn_jax.bench.serving_metrics import Limits
-from lazyattn_jax.bench.serving_points import EngineTarget, Point, Target, measure
+from lazyattn_jax.bench.serving_points import WAYS, EngineTarget, Point, Target, measure
 from lazyattn_jax.bench.serving_report import tables
 from lazyattn_jax.bench.workloads import NAMES, Workload
-from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.llm import keep_compiled
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
@@ -46,7 +45,7 @@ def add_command(commands: Any) -> None:
         help="then an open loop at that share of the request rate that --rate-share-of reached in "
         "the last closed loop",
     )
-    load.add_argument("--rate-share-of", choices=tuple(MODES), default="block", help="%(default)s")
+    load.add_argument("--rate-share-of", choices=tuple(WAYS), default="block", help="%(default)s")
     parser.set_defaults(run=run)
 
 
@@ -68,7 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_modes,
         default=["lazy"],
         metavar="LIST",
-        help=f"comma-separated, of {', '.join(MODES)} (default: lazy)",
+        help=f"comma-separated, of {', '.join(WAYS)} (without one read of a document for all "
+        "requests) (default: lazy)",
     )
     add("--json", type=Path, help="also write the results there, after every run")
     add("--plot", type=Path, metavar="DIR", help="also draw them there, as SVG")
@@ -111,8 +111,8 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
 def _modes(text: str) -> list[str]:
     modes = text.split(",")
     for mode in modes:
-        if mode not in MODES:
-            raise argparse.ArgumentTypeError(f"{mode!r} must be one of {', '.join(MODES)}")
+        if mode not in WAYS:
+            raise argparse.ArgumentTypeError(f"{mode!r} must be one of {', '.join(WAYS)}")
     return modes
 
 
@@ -187,6 +187,7 @@ class Runs:
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self._args = args
         self.results: list[dict[str, Any]] = []
+        self._settings: dict[str, Any] = {}
         self._span = Span(args.warmup, args.duration, args.requests)
         self._limits = Limits(args.ttft_limit, args.tpot_limit)
         self._progress = Progress(
@@ -210,12 +211,15 @@ class Runs:
         if args.url:
             from lazyattn_jax.bench.serving_url import UrlTarget
 
+            self._settings |= {"url": args.url, "documents": args.url_documents}
             return UrlTarget(args.url, args.url_model, args.url_documents, args.url_key)
         if args.compilation_cache is not None:
             keep_compiled(args.compilation_cache)
-        config = engine_config(args, reuse=args.reuse[0])
-        for mode in args.reuse:
-            replace(config, reuse=mode)  # raises now rather than after the first run
+        for way in args.reuse:
+            config = engine_config(args, **WAYS[way])  # raises now rather than after the first run
+        ways = {name for way in WAYS.values() for name in way}
+        self._settings["model"] = args.model
+        self._settings |= {k: v for k, v in asdict(config).items() if v and k not in ways}
         with console.status(f"Loading {args.model}"):
             loaded = load_model(args.model, dtype=config.resolve_dtype())
         return EngineTarget(loaded, config, self._compiled)
@@ -235,8 +239,8 @@ class Runs:
             found.append(self._measure(point))
             self.results.append(found[-1])
             if self._args.json:
-                settings = asdict(engine_config(self._args, reuse="lazy"))
-                record.write(self._args.json, {"settings": settings, "results": self.results})
+                found_so_far = {"settings": self._settings, "results": self.results}
+                record.write(self._args.json, found_so_far)
         for table in tables(found):
             self._progress.console.print(table)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +17,15 @@ from lazyattn_jax.bench.workloads import Workload, token_maker
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.engine.runner import Programs
 from lazyattn_jax.models.checkpoint import LoadedModel
+
+WAYS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {mode: {"reuse": mode} for mode in MODES}
+    | {"lazy-unshared": {"reuse": "lazy", "share_reads": False}}
+)
+"""Ways of reusing KV by name: options of the engine."""
 
 type Progress = Callable[[float, int], None]
 """Told of the seconds gone by and the requests answered."""
@@ -27,7 +35,8 @@ type Progress = Callable[[float, int], None]
 class Point:
     """One run: at a ``rate`` (open loop) or a ``concurrency`` (closed loop).
 
-    ``pool_share`` is the share of the KV pool that may be used. ``reuse`` is none for a server.
+    ``pool_share`` is the share of the KV pool that may be used. ``reuse`` is one of ``WAYS``, none
+    for a server.
     """
 
     workload: Workload
@@ -73,7 +82,7 @@ class EngineTarget:
 
     Args:
       loaded: the model.
-      config: of the engines but for ``reuse``.
+      config: of the engines but for what ``WAYS`` set.
       compiled: told of compiled batch shapes: done, total.
     """
 
@@ -88,10 +97,10 @@ class EngineTarget:
         self._compiled = compiled
         self._programs: Programs = {}
 
-    def engine(self, reuse: str | None, pool_share: float = 1.0) -> Engine:
+    def engine(self, reuse: str, pool_share: float = 1.0) -> Engine:
         """An engine with an empty pool, used once. Nothing of an earlier one may be in use."""
         gc.collect()  # there is no room for two pools
-        config = replace(self._config, reuse=reuse or self._config.reuse)
+        config = replace(self._config, **WAYS[reuse])
         engine = Engine(self._loaded, config, self._compiled, programs=self._programs)
         rng = np.random.default_rng()
         make = token_maker(self._loaded.config.vocab_size)
@@ -106,6 +115,7 @@ class EngineTarget:
 
     def run(self, point: Point, span: Span, progress: Progress) -> Outcome:
         """See ``Target``."""
+        assert point.reuse is not None
         engine = self.engine(point.reuse, point.pool_share)
         queries = point.workload.queries(token_maker(self._loaded.config.vocab_size))
         return drive(engine, queries, point.load, span, progress=progress)

@@ -104,6 +104,13 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         "were used and what they cost, lru goes by the last use (default: %(default)s)",
     )
     add(
+        "--share-reads",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.share_reads,
+        help="read a document once a decode step for all requests that hold it; without it for "
+        "measuring what that brings (default: on)",
+    )
+    add(
         "--attention",
         choices=get_args(Implementation),
         default=defaults.attention,

@@ -43,6 +43,8 @@ class EngineConfig:
       document_gap: positions left out between the prefix and a document.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
+      share_reads: a decode step reads a document once for all requests that hold it; without, once
+        for each, which is only good for measuring what that brings.
       attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
         ``mosaic_tpu``, ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
@@ -63,6 +65,7 @@ class EngineConfig:
     document_context: str = "prefix"
     document_gap: int = 200
     eviction: str = "gdsf"
+    share_reads: bool = True
     attention: str = "auto"
     dtype: str = "auto"
     check_invariants: bool = False

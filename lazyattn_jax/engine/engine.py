@@ -79,6 +79,7 @@ class Engine:
             self.limits,
             config.attention,
             end_tokens=len(self._end_tokens),
+            share_reads=config.share_reads,
             check=config.check_invariants,
             programs=programs,
         )

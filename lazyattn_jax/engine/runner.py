@@ -38,6 +38,7 @@ class Runner:
       limits: batch shapes and pool size.
       attention: implementation of the attention, see ``kernels.api``.
       end_tokens: stop tokens that a request can have beside its own.
+      share_reads: see ``EngineConfig``.
       check: check every plan before it runs.
       programs: those of another runner of the same model, attention and limits.
     """
@@ -49,6 +50,7 @@ class Runner:
         attention: str = "auto",
         *,
         end_tokens: int = 1,
+        share_reads: bool = True,
         check: bool = False,
         programs: Programs | None = None,
     ) -> None:
@@ -77,7 +79,12 @@ class Runner:
         )
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
         self._planner = Planner(
-            limits, self._lists, frequencies, rope.attention_factor, check=check
+            limits,
+            self._lists,
+            frequencies,
+            rope.attention_factor,
+            share=share_reads,
+            check=check,
         )
         self._rotations = Rotations(frequencies)
         self._pool = make_pool(

@@ -222,13 +222,14 @@ def bench(monkeypatch, *arguments):
 
 def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     path = tmp_path / "found.json"
-    options = ["--reuse", "lazy,block,prefix,none", "--concurrency", "2", "--requests", "8"]
+    ways = ["lazy", "block", "prefix", "none", "lazy-unshared"]
+    options = ["--reuse", ",".join(ways), "--concurrency", "2", "--requests", "8"]
     bench(monkeypatch, "serve", *TINY, *options, "--rate-share", "0.5", "--json", str(path))
     assert "time to first token" in capsys.readouterr().out
     kept = json.loads(path.read_text())
     rows = kept["results"]
-    assert [r["reuse"] for r in rows] == ["lazy", "block", "prefix", "none"] * 2
-    assert rows[4]["rate"] == pytest.approx(0.5 * rows[1]["requests_per_second"])
+    assert [r["reuse"] for r in rows] == ways * 2
+    assert rows[5]["rate"] == pytest.approx(0.5 * rows[1]["requests_per_second"])
     for row in rows:
         assert (row["requests"], row["errors"], row["compilations"]) == (8, 0, 0)
         assert row["output_tokens_per_second"] == pytest.approx(32 / row["seconds"])
@@ -237,6 +238,8 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     # 8 requests for 2 of 6 documents each: at least 10 of 16 are found.
     assert hits["lazy"] >= 10 / 16
     assert hits["none"] == 0
+    assert hits["lazy-unshared"] == hits["lazy"]
+    assert kept["settings"]["page_size"] == 16
     assert rows[0]["workload"]["alpha"] == 1.0
 
 

@@ -73,6 +73,18 @@ def test_block_under_memory_pressure(make_engine):
     assert tight.scheduler.num_preemptions > 0
 
 
+def test_reads_that_are_not_shared_give_the_same(make_engine):
+    orders = [[SYSTEM, *order, QUESTION] for order in ((A, B, C), (C, B, A), (B, A, C))]
+    shared = [r.generated for r in make_engine(reuse="lazy").run(*orders)]
+    engine = make_engine(reuse="lazy", share_reads=False)
+    plans = []
+    plan = engine._runner._planner.decode
+    engine._runner._planner.decode = lambda runs: plans.append(plan(runs)) or plans[-1]
+    assert [r.generated for r in engine.run(*orders)] == shared
+    rows = [(work.rows[: work.num_items] < 4).sum(1) for p in plans for work in p.works]
+    assert {int(n) for some in rows for n in some} == {1}
+
+
 def test_prefix_is_full_attention_with_equal_beginnings_reused(make_engine):
     engine, plain = make_engine(reuse="prefix"), make_engine()
     (expected,) = plain.run([sum(as_text(PROMPT), ())])
