@@ -292,6 +292,8 @@ def test_steps_of_a_small_model(monkeypatch, tmp_path):
     path = tmp_path / "found.json"
     sizes = {
         "--document-tokens": 20,
+        "--host-document-tokens": 20,
+        "--decode-buckets": 2,
         "--alone-documents": 3,
         "--decode-requests": 2,
         "--steps": 3,
