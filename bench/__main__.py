@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, figures, kernels, latency, reuse, serve, steps
+from lazyattn_jax.bench import eviction, figures, kernels, latency, reuse, scale, serve, steps
 
 
 def main() -> int:
@@ -19,6 +19,7 @@ def main() -> int:
     serve.add_command(commands)
     steps.add_command(commands)
     figures.add_command(commands)
+    scale.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0
