@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from lazyattn_jax.bench import __main__ as command
-from lazyattn_jax.bench.serving_engine import Span, drive, is_correct, kv_pages
+from lazyattn_jax.bench.serving_engine import Span, drive, is_correct, kv_pages, make_prompt
 from lazyattn_jax.bench.serving_load import ClosedLoop
 from lazyattn_jax.bench.serving_metrics import Limits, Record, summarise
 from lazyattn_jax.bench.serving_plots import points
 from lazyattn_jax.bench.workloads import Query
 from lazyattn_jax.engine.engine import Output
+from lazyattn_jax.engine.request import DocumentPiece
+from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 STEP = 0.01
 
@@ -199,6 +201,18 @@ def test_pages_in_use():
     requests = [request([0, 1], (4, 5), (6,)), request([2], (4, 5)), request([])]
     assert kv_pages(requests, 10) == (6, 8)
     assert kv_pages([], 10) == (0, 0)
+
+
+def test_prompts_of_tokens_and_of_text():
+    tokenizer = dummy_tokenizer(512)
+    (query,) = asked(1)
+    system, *documents, question = make_prompt(query, tokenizer)
+    assert (system, question) == ((1,) * 5, (4,) * 3)
+    assert [d.tokens for d in documents] == [(2,) * 8, (3,) * 8]
+    text = make_prompt(Query("", ("One.", "Two."), "Which?", 1), tokenizer)
+    pieces = [p for p in text if isinstance(p, DocumentPiece)]
+    assert [tokenizer.decode(p.tokens).strip() for p in pieces] == ["One.", "Two."]
+    assert "Which?" in tokenizer.decode(text[-1])
 
 
 def test_answers():
