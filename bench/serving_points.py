@@ -99,6 +99,8 @@ class EngineTarget:
 
     def engine(self, reuse: str, pool_share: float = 1.0) -> Engine:
         """An engine with an empty pool, used once. Nothing of an earlier one may be in use."""
+        if pool_share < 1 and self._config.check_invariants:
+            raise ValueError("check_invariants would miss the pages that pool_share takes away")
         gc.collect()  # there is no room for two pools
         config = replace(self._config, **WAYS[reuse])
         engine = Engine(self._loaded, config, self._compiled, programs=self._programs)

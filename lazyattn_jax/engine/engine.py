@@ -137,13 +137,13 @@ class Engine:
             raise RequestError("timeout", f"timeout is {timeout} seconds, must be above 0")
         check_tokens(prompt, self.loaded.config.vocab_size)
         params.check_tokens(self.loaded.config.vocab_size)
+        if encode_only and not (self._reuse.independent and self._reuse.shared):
+            raise RequestError(
+                "documents",
+                f"reuse is {self.config.reuse!r}: no request would find documents that are "
+                "computed ahead of it",
+            )
         if not self._reuse.independent:
-            if encode_only:
-                raise RequestError(
-                    "documents",
-                    f"reuse is {self.config.reuse!r}: a document's KV depends on all that precedes "
-                    "it, so it cannot be computed ahead",
-                )
             prompt = as_text(prompt)
         if not self._reuse.shared:
             cache_salt += secrets.token_hex(16)  # a key that nobody else finds

@@ -94,7 +94,7 @@ def test_prefix_is_full_attention_with_equal_beginnings_reused(make_engine):
         assert request.cached_tokens == cached
     (request,) = engine.run([SYSTEM, A, C, B, QUESTION])
     assert request.cached_tokens == 30 // 8 * 8
-    with pytest.raises(RequestError, match="cannot be computed ahead"):
+    with pytest.raises(RequestError, match=r"reuse is 'prefix'.*computed ahead"):
         engine.add(PROMPT, GREEDY, encode_only=True)
 
 
@@ -107,6 +107,8 @@ def test_none_finds_nothing(make_engine, context):
         (request,) = engine.run(PROMPT)
         assert request.cached_tokens == 0
         assert request.generated == expected
+    with pytest.raises(RequestError, match=r"reuse is 'none'.*computed ahead"):
+        engine.add(PROMPT, GREEDY, encode_only=True)
 
 
 def test_a_request_that_fits_only_without_copies_is_refused(make_engine):
