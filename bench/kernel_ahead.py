@@ -13,11 +13,15 @@ from rich.table import Table
 
 from lazyattn_jax.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from lazyattn_jax.kernels.mosaic_gpu.ahead import Usage, usage_on_h200
-from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
+from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
+    copy_arguments,
+    decode_arguments,
+    prefill_arguments,
+)
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import MOST_PIECES
 
 PAGE_SIZES = (16, 32, 64, 128)
-KERNELS = ("decode", "prefill", "prefill in pieces")
+KERNELS = ("decode", "prefill", "prefill in pieces", "copy")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def compile_all(console: Console) -> bool:
 
 def compile_kernel(kernel: str, model: ModelShape, page_size: int) -> Compiled:
     """Compiles one kernel at a model's sizes."""
+    from lazyattn_jax.kernels.mosaic_gpu.copies import copy_pages
     from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
     from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 
@@ -67,6 +72,8 @@ def compile_kernel(kernel: str, model: ModelShape, page_size: int) -> Compiled:
         if kernel == "decode":
             args = decode_arguments(model, page_size)
             usages = usage_on_h200(partial(lazy_decode, scale=model.scale), *args)
+        elif kernel == "copy":
+            usages = usage_on_h200(copy_pages, *copy_arguments(model, page_size))
         else:
             pieces = MOST_PIECES if kernel == "prefill in pieces" else 1
             args = prefill_arguments(model, page_size, most_pieces=pieces)

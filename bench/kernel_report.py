@@ -15,14 +15,20 @@ def is_met(result: Result) -> bool | None:
     """Whether a result reaches its goal; none where it has no goal or no value."""
     if result.goal is None or result.value is None:
         return None
-    if result.table == "decode":
+    if result.table in ("decode", "copy"):
         return result.value >= result.goal
     return result.value <= result.goal
 
 
 def tables(results: Sequence[Result], ceiling: float | None) -> list[Table]:
     """One table for each kind of result that there is."""
-    makers = {"decode": _decode, "prefill": _prefill, "write": _writes, "plan": _plans}
+    makers = {
+        "decode": _decode,
+        "prefill": _prefill,
+        "copy": _copies,
+        "write": _writes,
+        "plan": _plans,
+    }
     found = []
     for kind, make in makers.items():
         mine = [result for result in results if result.table == kind]
@@ -73,6 +79,27 @@ def _prefill(results: Sequence[Result], ceiling: float | None) -> Table:
             fast,
             escape(r.baseline_problem or _microseconds(r.baseline_seconds)),
             *_judged(r.value, r.goal, is_met(r), "≤"),
+        )
+    return table
+
+
+def _copies(results: Sequence[Result], ceiling: float | None) -> Table:
+    table = _table(
+        "Documents copied within the pool, keys turned",
+        "moved: bytes read and written; stream: as many, read and written one after another",
+        ["case", "variant"],
+        ["time", "moved", "TB/s", "stream", "of its bandwidth", "goal"],
+    )
+    for r in results:
+        fast = "" if r.bytes is None or r.seconds is None else f"{r.bytes / r.seconds / 1e12:.2f}"
+        table.add_row(
+            r.case,
+            r.variant,
+            _times(r)[0],
+            "" if r.bytes is None else f"{r.bytes / 1e6:.0f} MB",
+            fast,
+            _microseconds(r.baseline_seconds),
+            *_judged(r.value, r.goal, is_met(r), "≥"),
         )
     return table
 

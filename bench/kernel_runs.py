@@ -44,12 +44,13 @@ _BASE = 500_000.0
 class Result:
     """One measurement; ``seconds`` and ``kernels`` are those of one call.
 
-    ``value`` is the fraction of the read ceiling (decode), or the share of the baseline's time.
+    ``value`` is the fraction of the read ceiling (decode) or of the copy bandwidth (copy), or the
+    share of the baseline's time.
     ``headline`` is the time of the case's headline variant over that of this one, which
     ``headline_goal`` bounds. A ``problem`` says why there is no time.
     """
 
-    table: Literal["decode", "prefill", "write", "plan"]
+    table: Literal["decode", "prefill", "copy", "write", "plan"]
     case: str
     variant: str = ""
     seconds: float | None = None

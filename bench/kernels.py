@@ -19,14 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lazyattn_jax.bench import record
 from lazyattn_jax.bench.kernel_ahead import compile_all
-from lazyattn_jax.bench.kernel_cases import CASES, variants
+from lazyattn_jax.bench.kernel_cases import CASES, HEADLINE, variants
+from lazyattn_jax.bench.kernel_copies import COPIES, measure_copies
 from lazyattn_jax.bench.kernel_extra import WRITES, measure_plans, measure_writes
 from lazyattn_jax.bench.kernel_report import save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result, measure_case
 from lazyattn_jax.bench.timing import read_ceiling
 from lazyattn_jax.kernels.mosaic_gpu.support import check_device
 
-NAMES = (*(case.name for case in CASES), "write", "plan")
+NAMES = (*(case.name for case in CASES), *COPIES, "write", "plan")
 
 NO_GPU = "needs an NVIDIA Hopper GPU; without one use --aot h200"
 
@@ -79,6 +80,10 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"wrong or failed: {'; '.join(failed)}")
 
 
+def _copies(name: str, page_sizes: tuple[int, ...], ceiling: float) -> Iterator[Result]:
+    return measure_copies((name,), page_sizes=page_sizes)
+
+
 def has_hopper() -> bool:
     """Whether jax runs on an NVIDIA GPU that the kernels are for."""
     try:
@@ -97,6 +102,9 @@ def measure(
         chosen = variants(case, quick)
         if case.name in names and chosen:
             jobs.append((case.name, len(chosen), partial(measure_case, case, chosen)))
+    for copied in (name for name in COPIES if name in names):
+        sizes = (HEADLINE.page_size,) if quick else (HEADLINE.page_size, 16)
+        jobs.append((copied, 2 * len(sizes), partial(_copies, copied, sizes)))
     if "write" in names and not quick:
         jobs.append(("write", len(WRITES), lambda ceiling: measure_writes()))
     if "plan" in names:

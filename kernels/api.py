@@ -14,11 +14,13 @@ import jax
 from jaxtyping import Array, Float
 
 from lazyattn_jax.kernels import reference, xla
+from lazyattn_jax.kernels.copies import xla_copy_pages
 from lazyattn_jax.kernels.mosaic_gpu import attention as mosaic_gpu
+from lazyattn_jax.kernels.mosaic_gpu import copies as gpu_copies
 from lazyattn_jax.kernels.mosaic_gpu import support as gpu
 from lazyattn_jax.kernels.mosaic_tpu import attention as mosaic_tpu
 from lazyattn_jax.kernels.mosaic_tpu import support as tpu
-from lazyattn_jax.kernels.work import Turns, Works
+from lazyattn_jax.kernels.work import Moves, Turns, Works
 
 Implementation = Literal["auto", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
 
@@ -34,6 +36,7 @@ _IMPLEMENTATIONS = MappingProxyType(
         }.items()
     }
 )
+_mosaic_gpu_copy, _xla_copy = jax.jit(gpu_copies.copy_pages), jax.jit(xla_copy_pages)
 _KERNELS = MappingProxyType({"mosaic_gpu": gpu, "mosaic_tpu": tpu})
 """What the kernels of a kind of device take."""
 
@@ -170,3 +173,25 @@ def lazy_decode(
         implementation,
         lambda f: f(q, k_pages, v_pages, turns, works, block_rows=1, scale=scale),
     )
+
+
+def copy_pages(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"] | None,
+    moves: Moves,
+    *,
+    implementation: str,
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"] | None]:
+    """Copies pages within the pool, with their keys turned; in place when the pool is donated.
+
+    Args:
+      k_pages: as ``lazy_prefill``.
+      v_pages: as ``lazy_prefill``.
+      moves: which pages, and by how much keys are turned.
+      implementation: of the attention, as ``choose`` returns it; all but ``mosaic_gpu`` copy
+        through XLA.
+
+    Source: Block-Attention, arXiv 2409.15355.
+    """
+    copy = _mosaic_gpu_copy if implementation == "mosaic_gpu" else _xla_copy
+    return copy(k_pages, v_pages, moves)

@@ -121,6 +121,18 @@ class Turns(NamedTuple):
     sin: Float[Array, "U H//2"]
 
 
+class Moves(NamedTuple):
+    """Pages to copy: ``source[i]`` to ``target[i]``, keys turned by entry ``turn[i]`` of ``turns``.
+
+    No page is a source and a target too. A target past the pool marks padding.
+    """
+
+    source: Int[Array, "n"]
+    target: Int[Array, "n"]
+    turn: Int[Array, "n"]
+    turns: Turns
+
+
 class PrefillWork(NamedTuple):
     """Items of consecutive query rows of one request.
 

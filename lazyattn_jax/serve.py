@@ -11,9 +11,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import jax
 import uvicorn
@@ -21,32 +20,18 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
-from lazyattn_jax.kernels.api import Implementation
+from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.options import MODEL_HELP, UNITS, add_engine_options, engine_config, parse_size
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
 from lazyattn_jax.server.async_engine import MAX_WAITING, AsyncEngine
 from lazyattn_jax.server.logs import set_up_logging
 
 _GRACE_SECONDS = 5  # for running requests to finish once the server is told to stop
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``1GiB``, ``512MiB``, ``2e9`` or ``1048576``.
-
-    Raises:
-      argparse.ArgumentTypeError: something else.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB, 1GiB, 2e9 or 1048576")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _count_of_requests(text: str) -> int:
@@ -74,19 +59,13 @@ def parse_key(text: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    defaults = EngineConfig()
     parser = argparse.ArgumentParser(
         prog="python -m lazyattn_jax.serve",
         description="Serve a model over OpenAI's HTTP interface, with the KV of every document "
         "computed once and shared by all requests.",
     )
     add = parser.add_argument
-    add(
-        "--model",
-        default=EMBEDDED,
-        help="'smollm2-135m', a GGUF file, a Hugging Face or Orbax folder, a hub name like "
-        "'owner/model', or 'dummy:<size>' for random weights (default: %(default)s)",
-    )
+    add("--model", default=EMBEDDED, help=MODEL_HELP)
     add("--served-model-name", metavar="NAME", help="what clients call it (default: as --model)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add(
@@ -135,85 +114,17 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="keep compiled programs there, for quicker starts (default: off)",
     )
-    _add_engine_options(parser.add_argument_group("engine"), defaults)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--reuse",
+        choices=tuple(MODES),
+        default=EngineConfig.reuse,
+        help="lazy attends to documents where they are; block copies them, turned, for each "
+        "request; prefix reuses equal beginnings of prompts, with full attention; none computes "
+        "everything anew (default: %(default)s)",
+    )
+    add_engine_options(engine)
     return parser
-
-
-def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
-    add = group.add_argument
-    add(
-        "--kv-pool-bytes",
-        type=parse_size,
-        metavar="SIZE",
-        help="size of the KV pool, e.g. 512MiB or 2e9 (default: 1GiB on a CPU, else 90%% of the "
-        "memory that the weights leave)",
-    )
-    add("--page-size", type=int, metavar="TOKENS", help="a power of two (default: 16; on a TPU 64)")
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="prompt and output together (default: what the model was made for, or what fits in "
-        "the pool)",
-    )
-    add(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        help="requests computed at the same time (default: 16 on a CPU, else 256)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="TOKENS",
-        help="tokens of one prefill step (default: 512 on a CPU, else 4096)",
-    )
-    add(
-        "--max-documents",
-        type=int,
-        metavar="N",
-        default=defaults.max_documents,
-        help="documents of one request (default: %(default)s)",
-    )
-    add(
-        "--document-context",
-        choices=("prefix", "none"),
-        default=defaults.document_context,
-        help="encode documents after the request's leading text, or alone, as block-fine-tuned "
-        "models want it (default: %(default)s)",
-    )
-    add(
-        "--document-gap",
-        type=int,
-        metavar="POSITIONS",
-        default=defaults.document_gap,
-        help="positions left out between that text and a document (default: %(default)s)",
-    )
-    add(
-        "--eviction",
-        choices=tuple(POLICIES),
-        default=defaults.eviction,
-        help="which documents and texts go first when the pool is full: gdsf weighs how often they "
-        "were used and what they cost, lru goes by the last use (default: %(default)s)",
-    )
-    add(
-        "--attention",
-        choices=get_args(Implementation),
-        default=defaults.attention,
-        help="implementation of the attention (default: %(default)s)",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default=defaults.dtype,
-        help="of weights, activations and KV; auto is float32 on a CPU, else bfloat16 "
-        "(default: %(default)s)",
-    )
-    add(
-        "--check-invariants",
-        action="store_true",
-        help="check all pages and pins after every step; slow (default: off)",
-    )
 
 
 class Server(uvicorn.Server):
@@ -253,9 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before and after uvicorn handles signals itself, which it passes on in the end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
-    given = {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name in args}
     try:
-        config = EngineConfig(**given)
+        config = engine_config(args)
         listener = _listen(args.host, args.port)
     except ValueError as error:
         return _fail(error)
@@ -331,9 +241,8 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "prefill": f"{', '.join(map(str, limits.prefill_buckets))} tokens a step",
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
-        "documents": f"encoded after the leading text, gap {config.document_gap}"
-        if config.document_context == "prefix"
-        else "encoded alone",
+        "reuse": config.reuse,
+        "documents": _documents(config),
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -342,6 +251,14 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _documents(config: EngineConfig) -> str:
+    if not config.reuse_mode.independent:
+        return "text like any other"
+    if config.document_context == "prefix":
+        return f"encoded after the leading text, gap {config.document_gap}"
+    return "encoded alone"
 
 
 def _count(number: int) -> str:
@@ -353,7 +270,7 @@ def _count(number: int) -> str:
 
 def _bytes(number: int) -> str:
     for unit in ("GiB", "MiB", "KiB"):
-        size = _UNITS[unit[:2].lower()]
+        size = UNITS[unit[:2].lower()]
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} bytes"

@@ -138,7 +138,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(llm, call, param, message)
         ({"max_model_len": 2048, "kv_pool_bytes": 1 << 18}, "2048 tokens.*holds 512.*1,048,576"),
         ({"page_size": 24}, "page_size is 24.*power of two"),
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
-        ({"document_context": "all"}, "'all'.*'prefix' or 'none'"),
+        ({"document_context": "all"}, "'all'.*'prefix', 'none' or 'full'"),
         ({"document_gap": -1}, "document_gap is -1"),
         ({"dtype": "int8"}, "'int8'.*float32"),
         ({"attention": "cuda"}, "'cuda'.*xla"),

@@ -60,8 +60,12 @@ class Usage(NamedTuple):
     stack: int
 
 
-def compile_for_h200(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+def compile_for_h200(
+    function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
     """Compiles ``function`` for arguments like ``args`` (arrays or shapes); returns the result.
+
+    The memory of the arguments ``donate`` may be reused.
 
     Raises:
       RuntimeError: the plugin that compiles is not installed.
@@ -75,7 +79,7 @@ def compile_for_h200(function: Callable[..., Any], *args: Any) -> jax.stages.Com
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return jax.jit(function).lower(*shapes).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
 
 
 def usage_on_h200(function: Callable[..., Any], *args: Any) -> list[Usage]:

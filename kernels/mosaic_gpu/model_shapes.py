@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from lazyattn_jax.kernels.model_shapes import ModelShape, arguments, decode_step, prefill_step
 from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
+from lazyattn_jax.kernels.work import Moves, Turns
 
 
 def decode_arguments(
@@ -42,6 +44,16 @@ def decode_arguments(
         workers=num_workers(shape.kv_heads),
     )
     return arguments(shape, page_size, dtype, requests, references, runs, work)
+
+
+def copy_arguments(
+    shape: ModelShape, page_size: int, *, dtype: Any = jnp.bfloat16, pages: int = 64
+) -> tuple[Any, ...]:
+    """Shapes of the arguments of ``copies.copy_pages``: ``k_pages, v_pages, moves``."""
+    pool = jax.ShapeDtypeStruct((500, shape.kv_heads, page_size, shape.head_dim), dtype)
+    index = jax.ShapeDtypeStruct((pages,), jnp.int32)
+    turn = jax.ShapeDtypeStruct((pages, shape.head_dim // 2), jnp.float32)
+    return pool, pool, Moves(index, index, index, Turns(turn, turn))
 
 
 def prefill_arguments(

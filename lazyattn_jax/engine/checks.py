@@ -57,6 +57,7 @@ def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> in
     distinct = {d.key: d for d in layout.documents}.values()
     fixed = len(layout.leading_keys)
     fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
+    fixed += limits.copied_pages(layout)
     pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)
     if pool_room < (wanted or least):
         needed = fixed + limits.pages_for(len(layout.stream) + (wanted or least))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.engine.reuse import MODES, Reuse
 from lazyattn_jax.models.config import LlamaConfig
 
 GIB = 1 << 30
@@ -29,12 +30,21 @@ class EngineConfig:
       max_model_len: tokens of prompt and output together; default what the model was made for.
       max_num_seqs: requests computed at the same time; default 16 on a CPU, else 256.
       max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
+      prefill_buckets: tokens that prefill steps are padded to, rising to
+        ``max_num_batched_tokens``; more of them pad less but take longer to compile.
+      decode_buckets: requests that decode steps are padded to, rising to ``max_num_seqs``.
       max_documents: documents of one request.
+      reuse: ``lazy`` attends to documents where they are, ``block`` turns them to their place and
+        copies them into pages of each request, ``prefix`` reuses equal beginnings of prompts with
+        full attention, ``none`` computes everything anew.
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
-        alone.
+        alone, ``full`` after all that precedes them: only where ``reuse`` is ``none``. With
+        ``reuse`` of ``prefix`` it is always full.
       document_gap: positions left out between the prefix and a document.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
+      share_reads: a decode step reads a document once for all requests that hold it; without, once
+        for each, which is only good for measuring what that brings.
       attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
         ``mosaic_tpu``, ``xla`` or ``reference``; only ``auto`` picks another where one cannot run.
       dtype: of weights, activations and KV: ``float32`` (default on a CPU), ``bfloat16`` (default
@@ -48,18 +58,29 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_buckets: tuple[int, ...] = ()
+    decode_buckets: tuple[int, ...] = ()
     max_documents: int = 256
+    reuse: str = "lazy"
     document_context: str = "prefix"
     document_gap: int = 200
     eviction: str = "gdsf"
+    share_reads: bool = True
     attention: str = "auto"
     dtype: str = "auto"
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        if self.document_context not in ("prefix", "none"):
+        if self.reuse not in MODES:
+            raise ValueError(f"reuse is {self.reuse!r}, must be one of {', '.join(MODES)}")
+        if self.document_context not in ("prefix", "none", "full"):
             raise ValueError(
-                f"document_context is {self.document_context!r}, must be 'prefix' or 'none'"
+                f"document_context is {self.document_context!r}, must be 'prefix', 'none' or 'full'"
+            )
+        if self.document_context == "full" and self.reuse in ("lazy", "block"):
+            raise ValueError(
+                f"document_context is 'full', reuse {self.reuse!r} needs 'prefix' or 'none': a "
+                "document that has seen what precedes it is of no use to other requests"
             )
         if self.document_gap < 0:
             raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")
@@ -69,6 +90,12 @@ class EngineConfig:
             raise ValueError(
                 f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"
             )
+
+    @property
+    def reuse_mode(self) -> Reuse:
+        """What ``reuse`` and ``document_context`` come to."""
+        mode = MODES[self.reuse]
+        return replace(mode, independent=False) if self.document_context == "full" else mode
 
     def resolve_dtype(self) -> jnp.dtype:
         """The dtype to load the model in."""
@@ -120,6 +147,9 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs or (16 if cpu else 256),
             max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
             max_documents=self.max_documents,
+            copies_documents=self.reuse_mode.copied,
+            given_prefill_buckets=tuple(self.prefill_buckets),
+            given_decode_buckets=tuple(self.decode_buckets),
         )
 
 

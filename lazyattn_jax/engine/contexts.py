@@ -47,6 +47,8 @@ class BatchContext:
         self,
         contexts: Sequence[_Context],
         last_pages: Int[np.ndarray, "P"],
+        *,
+        share: bool,
     ) -> None:
         self._contexts = contexts
         self._turns: dict[int, Turns] = {}
@@ -57,6 +59,9 @@ class BatchContext:
         self.num_turns = 1 + int(turned.sum())
         self.turn = np.where(turn, turn + _starts(turned)[self.row], 0)
         start = start + _starts(_lengths(c.pages for c in contexts))[self.row]
+        if not share:
+            last_page = np.arange(len(last_page))
+            last_pages = np.zeros(len(last_page), np.int64)
         self.run, kept = _same(last_page, last_pages)
         pages = np.concatenate([c.pages for c in contexts])
         self.runs = Runs(pages, start[kept], length[kept])
@@ -109,15 +114,17 @@ class ContextTables:
     Args:
       rotations: of the model.
       num_pages: pages of the pool.
+      share: make placements of the same pages one run.
     """
 
-    def __init__(self, rotations: Rotations, num_pages: int) -> None:
+    def __init__(self, rotations: Rotations, num_pages: int, *, share: bool = True) -> None:
+        self._share = share
         self._rotations = rotations
         self._known: WeakKeyDictionary[TokenRun, _Context] = WeakKeyDictionary()
         self._last_pages = np.zeros(num_pages, np.int64)  # scratch of _same
 
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
-        """The contexts of some runs together; placements of the same pages are one run."""
+        """The contexts of some runs together."""
         known = self._known
         new = [
             run
@@ -126,7 +133,7 @@ class ContextTables:
         ]
         if new:
             self._add(new)
-        return BatchContext([known[run] for run in runs], self._last_pages)
+        return BatchContext([known[run] for run in runs], self._last_pages, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = [placement for run in runs for placement in run.context]

@@ -19,8 +19,8 @@ from lazyattn_jax.engine.checks import check_tokens, fit
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.output import TextStream
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, lay_out
-from lazyattn_jax.engine.runner import Runner
+from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, as_text, lay_out
+from lazyattn_jax.engine.runner import Programs, Runner
 from lazyattn_jax.engine.runs import Chunk, Request, State, TokenLogprobs
 from lazyattn_jax.engine.scheduler import Scheduler
 from lazyattn_jax.engine.started import Scores, Step, read_logprobs
@@ -51,6 +51,7 @@ class Engine:
       loaded: the model.
       config: options.
       progress: told of compiled batch shapes: done, total.
+      programs: those of another engine of the same model, with the same limits and attention.
 
     Raises:
       ValueError: pool or context do not fit; see ``EngineConfig.resolve_limits``.
@@ -61,6 +62,8 @@ class Engine:
         loaded: LoadedModel,
         config: EngineConfig | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        programs: Programs | None = None,
     ) -> None:
         config = config or EngineConfig()
         dtype = loaded.model.embed.embedding.dtype
@@ -76,8 +79,11 @@ class Engine:
             self.limits,
             config.attention,
             end_tokens=len(self._end_tokens),
+            share_reads=config.share_reads,
             check=config.check_invariants,
+            programs=programs,
         )
+        self._reuse = config.reuse_mode
         self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         self._steps: deque[Step] = deque()  # started, but not read
@@ -86,6 +92,11 @@ class Engine:
         self._ids = itertools.count()
         self._runner.compile(progress)
         self.stats = EngineStats()
+
+    @property
+    def programs(self) -> Programs:
+        """What has been compiled, for another engine to use."""
+        return self._runner.programs
 
     @property
     def has_work(self) -> bool:
@@ -126,6 +137,16 @@ class Engine:
             raise RequestError("timeout", f"timeout is {timeout} seconds, must be above 0")
         check_tokens(prompt, self.loaded.config.vocab_size)
         params.check_tokens(self.loaded.config.vocab_size)
+        if encode_only and not (self._reuse.independent and self._reuse.shared):
+            raise RequestError(
+                "documents",
+                f"reuse is {self.config.reuse!r}: no request would find documents that are "
+                "computed ahead of it",
+            )
+        if not self._reuse.independent:
+            prompt = as_text(prompt)
+        if not self._reuse.shared:
+            cache_salt += secrets.token_hex(16)  # a key that nobody else finds
         layout = lay_out(
             prompt,
             page_size=self.limits.page_size,
@@ -174,6 +195,8 @@ class Engine:
         begin, self._waited = time.perf_counter(), 0.0
         outputs = self._expire()
         self.scheduler.admit(self._sit)
+        if copies := self.scheduler.take_copies():
+            self._runner.copy(copies)
         started = self._start_prefill() if self._prefill_next else self._start_decode()
         if not started:
             started = self._start_decode() if self._prefill_next else self._start_prefill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lazyattn_jax.engine.request import Layout
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
 from lazyattn_jax.kernels.mosaic_gpu.lists import HopperLists
 from lazyattn_jax.kernels.mosaic_tpu.lists import TpuLists
@@ -16,7 +17,8 @@ class Limits:
 
     A work item is up to ``BLOCK_ROWS`` rows of one request times up to ``item_pages`` pages of one
     run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
-    at start-up.
+    at start-up; those given replace the default ones. With ``copies_documents`` a request takes
+    pages for copies of its documents too.
     """
 
     page_size: int
@@ -25,17 +27,28 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_documents: int
+    copies_documents: bool = False
+    given_prefill_buckets: tuple[int, ...] = ()
+    given_decode_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}, must be a power of two")
+        _check_buckets("prefill_buckets", self.given_prefill_buckets, self.max_prefill, BLOCK_ROWS)
+        _check_buckets("decode_buckets", self.given_decode_buckets, self.max_num_seqs, 1)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a run of tokens takes."""
         return -(-tokens // self.page_size)
+
+    def copied_pages(self, layout: Layout) -> int:
+        """Pages that copies of a request's documents take."""
+        if not self.copies_documents or not layout.stream:
+            return 0
+        return sum(self.pages_for(len(d.piece.tokens)) for d in layout.documents)
 
     def items_for(self, pages: int) -> int:
         """Work items that one row block takes over a run of pages."""
@@ -55,17 +68,30 @@ class Limits:
         """
         partly_filled = self.max_documents + 2  # and leading text, and stream
         longest = self.pages_for(self.max_model_len) + partly_filled
+        if self.copies_documents:
+            longest *= 2
         return max(0, min(self.num_pages // 2, self.num_pages - longest))
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Tokens of a prefill step, smallest first."""
-        return _buckets(BLOCK_ROWS, max(BLOCK_ROWS, self.max_num_batched_tokens), 8)
+        return self.given_prefill_buckets or _buckets(BLOCK_ROWS, self.max_prefill, 8)
+
+    @property
+    def max_prefill(self) -> int:
+        """Tokens of the largest prefill step, padding included."""
+        return max(BLOCK_ROWS, self.max_num_batched_tokens)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Requests of a decode step, smallest first."""
-        return _buckets(1, self.max_num_seqs, 4)
+        return self.given_decode_buckets or _buckets(1, self.max_num_seqs, 4)
+
+    @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """Pages that are copied at once, smallest first."""
+        largest = max(64, min(self.num_pages, 1024))
+        return _buckets(64, largest, 4) if self.copies_documents else ()
 
     def prefill_items(self, bucket: int) -> int:
         """Work items that a prefill step holds."""
@@ -109,6 +135,14 @@ def work_lists(
         sizes = limits.page_size, group, kv_heads, head_dim, num_cores
         return HopperLists(*sizes, dense.prefill_items, dense.decode_items)
     return dense
+
+
+def _check_buckets(name: str, sizes: tuple[int, ...], largest: int, least: int) -> None:
+    if sizes and (list(sizes) != sorted(set(sizes)) or sizes[0] < least or sizes[-1] != largest):
+        raise ValueError(
+            f"{name} are {', '.join(map(str, sizes))}; they must rise from at least {least} to "
+            f"{largest}, what the largest step has"
+        )
 
 
 def _buckets(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ class Planner:
       lists: makes the work lists of the attention.
       inverse_frequencies: RoPE frequencies in radians per position.
       rope_factor: factor on rotated queries and keys (YaRN); turns are pure rotations without it.
+      share: rows that see the same document do so together, so that it is read once for all.
       check: check every plan's references before work lists are made of them.
     """
 
@@ -63,6 +64,7 @@ class Planner:
         inverse_frequencies: Float64[np.ndarray, "H//2"],
         rope_factor: float = 1.0,
         *,
+        share: bool = True,
         check: bool = False,
     ) -> None:
         self.limits = limits
@@ -70,7 +72,7 @@ class Planner:
         self._lists = lists
         self._rotations = Rotations(inverse_frequencies)
         self._rope_factor = rope_factor
-        self._contexts = ContextTables(self._rotations, limits.num_pages)
+        self._contexts = ContextTables(self._rotations, limits.num_pages, share=share)
         self._decoded: tuple[list[tuple[Placement, ...]], BatchContext] | None = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepPlan:

@@ -32,6 +32,11 @@ Prompt = Sequence[Sequence[int] | DocumentPiece]
 """A prompt in reading order: runs of token ids, and documents between them."""
 
 
+def as_text(prompt: Prompt) -> Prompt:
+    """A prompt whose documents are text like any other."""
+    return [p.tokens if isinstance(p, DocumentPiece) else p for p in prompt]
+
+
 @dataclass(frozen=True)
 class DocumentContext:
     """What documents are encoded after: nothing, or the text before the first one and a gap.

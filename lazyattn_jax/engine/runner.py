@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,16 +13,21 @@ import numpy as np
 from flax import nnx
 
 from lazyattn_jax.cache.pool import make_pool
+from lazyattn_jax.engine.copies import empty_moves, make_moves
 from lazyattn_jax.engine.inputs import Choices, StepInputs, make_choices, occupant, step_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
-from lazyattn_jax.engine.runs import Chunk, Request, TokenRun
+from lazyattn_jax.engine.runs import Chunk, PageCopy, Request, TokenRun
 from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
-from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, score, step
+from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, copy, score, step
 from lazyattn_jax.kernels.api import choose, wants_fused_pages
 from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
+from lazyattn_jax.models.rope import Rotations
+
+type Programs = dict[tuple[str, int], Callable[..., Any]]
+"""Compiled programs by what they do and their batch shape."""
 
 
 class Runner:
@@ -32,7 +38,9 @@ class Runner:
       limits: batch shapes and pool size.
       attention: implementation of the attention, see ``kernels.api``.
       end_tokens: stop tokens that a request can have beside its own.
+      share_reads: see ``EngineConfig``.
       check: check every plan before it runs.
+      programs: those of another runner of the same model, attention and limits.
     """
 
     def __init__(
@@ -42,7 +50,9 @@ class Runner:
         attention: str = "auto",
         *,
         end_tokens: int = 1,
+        share_reads: bool = True,
         check: bool = False,
+        programs: Programs | None = None,
     ) -> None:
         self._limits = limits
         self._config = loaded.config
@@ -69,8 +79,14 @@ class Runner:
         )
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
         self._planner = Planner(
-            limits, self._lists, frequencies, rope.attention_factor, check=check
+            limits,
+            self._lists,
+            frequencies,
+            rope.attention_factor,
+            share=share_reads,
+            check=check,
         )
+        self._rotations = Rotations(frequencies)
         self._pool = make_pool(
             loaded.config,
             limits.num_pages,
@@ -89,7 +105,8 @@ class Runner:
             donate_argnums=(1, 2),
             static_argnames="prefill",
         )
-        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._copy = jax.jit(partial(copy, implementation=attention), donate_argnums=0)
+        self.programs: Programs = {} if programs is None else programs
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every batch shape.
@@ -100,19 +117,24 @@ class Runner:
         limits = self._limits
         shapes = [("decode", b) for b in limits.decode_buckets]
         shapes += [(kind, b) for b in limits.prefill_buckets for kind in ("prefill", "score")]
+        shapes += [("copy", b) for b in limits.copy_buckets]
         shapes.append(("sit", 0))
+        shapes = [shape for shape in shapes if shape not in self.programs]
         progress(0, len(shapes))
         # Tracing is Python and serial; compiling releases the interpreter lock.
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) // 2))) as pool:
             lowered = ((shape, self._lower(*shape)) for shape in shapes)
             pending = [(shape, pool.submit(low.compile)) for shape, low in lowered]
             for done, (shape, future) in enumerate(pending, 1):
-                self._compiled[shape] = future.result()
+                self.programs[shape] = future.result()
                 progress(done, len(shapes))
 
     def _lower(self, kind: str, bucket: int) -> jax.stages.Lowered:
         if kind == "sit":
             return jax.jit(sit, donate_argnums=0).lower(self._seats, self._occupant(None))
+        if kind == "copy":
+            moves = empty_moves(bucket, self._limits.num_pages, self._config.head_dim)
+            return self._copy.lower(self._pool, moves)
         if kind == "score":
             hidden = jax.ShapeDtypeStruct((bucket, self._config.hidden_size), self._dtype)
             rows = np.zeros(SCORED_ROWS, np.int32)
@@ -123,7 +145,7 @@ class Runner:
 
     def sit(self, request: Request) -> None:
         """Sets up the seat of a request whose logits are adjusted."""
-        self._seats = self._compiled["sit", 0](self._seats, self._occupant(request))
+        self._seats = self.programs["sit", 0](self._seats, self._occupant(request))
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Starts to compute chunks; a token is chosen for each that ends its prompt, in order."""
@@ -138,6 +160,12 @@ class Runner:
         runs: list[TokenRun] = [r.run for r in requests]
         return self._run(False, self._planner.decode(runs), range(len(runs)), requests)
 
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Starts to copy pages, with their keys turned."""
+        buckets = self._limits.copy_buckets
+        for moves in make_moves(copies, buckets, self._limits.num_pages, self._rotations):
+            self._pool = self.programs["copy", len(moves.source)](self._pool, moves)
+
     def score(
         self, result: StepResult, rows: Sequence[int], targets: Sequence[int]
     ) -> list[Logprobs]:
@@ -151,7 +179,7 @@ class Runner:
         Returns:
           Those of ``SCORED_ROWS`` rows each, padded.
         """
-        run = self._compiled["score", len(result.hidden)]
+        run = self.programs["score", len(result.hidden)]
         parts = []
         for at in range(0, len(rows), SCORED_ROWS):
             some = (padded(list(x[at : at + SCORED_ROWS]), SCORED_ROWS, 0) for x in (rows, targets))
@@ -162,7 +190,7 @@ class Runner:
         self, prefill: bool, plan: StepPlan, rows: Sequence[int], requests: Sequence[Request]
     ) -> StepResult:
         inputs = step_inputs(plan, self._choices(prefill, plan.bucket, rows, requests))
-        run = self._compiled["prefill" if prefill else "decode", plan.bucket]
+        run = self.programs["prefill" if prefill else "decode", plan.bucket]
         result, self._pool, self._seats = run(self._weights, self._pool, self._seats, inputs)
         return result
 

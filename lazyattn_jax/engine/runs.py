@@ -32,6 +32,15 @@ class Placement:
     insert_at: int = 0
 
 
+@dataclass(frozen=True)
+class PageCopy:
+    """Pages of a document that are copied for one request, with the keys turned ``delta`` on."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    delta: int
+
+
 class TokenRun:
     """Tokens whose KV goes to consecutive slots of ``pages``, each seeing those before it.
 
@@ -181,6 +190,7 @@ class Request:
         self.leading_pins: list[Segment] = []
         self.document_pins: list[Segment] = []
         self.stream_pins: list[Segment] = []
+        self.copy_pages: list[int] = []  # private, for copies of its documents
 
     @property
     def prompt_tokens(self) -> int:
@@ -211,6 +221,7 @@ class Request:
         self.run = TokenRun(self.run.tokens, self.run.positions, self.run.pending)
         self.stream_keys = []
         self.pending, self.leading_pins, self.document_pins, self.stream_pins = [], [], [], []
+        self.copy_pages = []
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,23 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 
 from lazyattn_jax.cache.eviction import EvictionPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.request import PlacedDocument
-from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, Request, State, TokenRun
+from lazyattn_jax.engine.runs import (
+    Chunk,
+    EncodeJob,
+    PageCopy,
+    Placement,
+    Request,
+    State,
+    TokenRun,
+)
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
 
 
@@ -40,6 +50,7 @@ class Scheduler:
         self.jobs: dict[bytes, EncodeJob] = {}
         self.encoded: list[Request] = []  # had only documents to encode, and they are
         self.num_preemptions = 0
+        self._uncopied: dict[Request, list[PageCopy]] = {}
         self._free_seats = list(range(limits.max_num_seqs - 1, -1, -1))
         self._decode_from = 0
 
@@ -116,6 +127,7 @@ class Scheduler:
         pages_for = self.limits.pages_for
         counts = [len(layout.leading_keys) - len(leading) if new_leading else 0]
         counts += [pages_for(len(d.piece.tokens)) for d in new_documents]
+        counts += [self.limits.copied_pages(layout)]
         counts += [pages_for(len(request.run.tokens)) - len(stream)]
         pages = index.allocate(sum(counts))
         if pages is None:
@@ -133,7 +145,7 @@ class Scheduler:
             self._unpin(leading[::-1])  # the job under way holds its own
         else:
             request.leading_pins = leading
-        for document, group in zip(new_documents, groups[1:-1], strict=True):
+        for document, group in zip(new_documents, groups[1:-2], strict=True):
             self._new_document_job(request, document, group)
         if leading_missing:
             assert layout.prefix_key is not None
@@ -145,6 +157,8 @@ class Scheduler:
             else:
                 request.document_pins.append(segment)
         request.run.start_with(stream, groups[-1])
+        request.run.private.update(groups[-2])
+        request.copy_pages = groups[-2]
         request.stream_pins = stream
         request.state = State.ENCODING
         self._start_if_ready(request)
@@ -354,7 +368,7 @@ class Scheduler:
             direct = list(owner.waiters)
         lost = set(keys)
         ended = [r for r in direct if r.state is not State.FINISHED]
-        ended += [r for r in self.active if r not in ended and any(s.key in lost for s in r.pins())]
+        ended += [r for r in self.active if r not in ended and lost.intersection(_seen(r))]
         for request in ended:
             self.finish(request)
         for key in keys[::-1]:
@@ -379,12 +393,29 @@ class Scheduler:
         if request.leading_pins:
             context.append(_leading_placement(request.leading_pins))
         by_key = {segment.key: segment for segment in request.document_pins}
-        context += [
+        documents = [
             Placement(by_key[d.key].pages, len(d.piece.tokens), d.delta, d.insert_at)
             for d in layout.documents
         ]
-        request.run.context = tuple(context)
+        if self.limits.copies_documents:
+            documents = self._copied(request, documents)
+        request.run.context = (*context, *documents)
         request.state = State.PREFILL
+
+    def _copied(self, request: Request, documents: list[Placement]) -> list[Placement]:
+        """The request's own copies of its documents, which are still to be made."""
+        free = iter(request.copy_pages)
+        copies = [PageCopy(d.pages, tuple(islice(free, len(d.pages))), d.delta) for d in documents]
+        self._uncopied[request] = copies
+        return [replace(d, pages=c.target, delta=0) for d, c in zip(documents, copies, strict=True)]
+
+    def take_copies(self) -> list[PageCopy]:
+        """Copies to start before anything else is: their sources are not held any longer."""
+        taken, self._uncopied = self._uncopied, {}
+        for request in taken:
+            self._unpin(request.document_pins[::-1])
+            request.document_pins = []
+        return list(chain.from_iterable(taken.values()))
 
     def _publish_full_pages(self, request: Request) -> None:
         run, size = request.run, self.limits.page_size
@@ -427,6 +458,7 @@ class Scheduler:
             job.waiters.remove(request)
             if not job.waiters:
                 self._drop(job)
+        self._uncopied.pop(request, None)
         self._unpin(request.pins())
         self.index.free(request.run.private)
         request.run.private = set()
@@ -456,6 +488,11 @@ class Scheduler:
 def _goes_on(request: Request) -> bool:
     """Whether a request has another token to come, as far as the host knows."""
     return request.state is State.DECODE and request.num_sampled < request.max_tokens
+
+
+def _seen(request: Request) -> list[bytes]:
+    """Keys of all that a request sees: of its documents it may have copies only."""
+    return [s.key for s in request.pins()] + [d.key for d in request.layout.documents]
 
 
 def _leading_placement(segments: Sequence[Segment]) -> Placement:

@@ -16,8 +16,9 @@ from lazyattn_jax.engine.inputs import StepInputs
 from lazyattn_jax.engine.params import MAX_LOGPROBS
 from lazyattn_jax.engine.sampler import Logprobs, logprobs_of, sample
 from lazyattn_jax.engine.seats import Seats, adjust, remember
-from lazyattn_jax.kernels.api import lazy_decode, lazy_prefill
+from lazyattn_jax.kernels.api import copy_pages, lazy_decode, lazy_prefill
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
+from lazyattn_jax.kernels.work import Moves
 
 SCORED_ROWS = 64
 """Rows whose logits are computed at once for log-probabilities of a prompt: they are large."""
@@ -86,6 +87,11 @@ def step(
     usable = rows[choices.sampled] & jnp.isfinite(logits).all(axis=-1)
     chosen = jnp.where(usable, token, -1)
     return StepResult(chosen, logits, logprobs, hidden, rows), pool, remember(seats, seat, token)
+
+
+def copy(pool: list[LayerKV], moves: Moves, *, implementation: str) -> list[LayerKV]:
+    """Copies pages within the pool, with their keys turned."""
+    return [LayerKV(*copy_pages(*kv, moves, implementation=implementation)) for kv in pool]
 
 
 def score(

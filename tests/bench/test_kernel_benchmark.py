@@ -14,7 +14,14 @@ import pytest
 from rich.console import Console
 
 from lazyattn_jax.bench import __main__ as command
-from lazyattn_jax.bench import kernel_ahead, kernel_extra, kernel_runs, kernels, timing
+from lazyattn_jax.bench import (
+    kernel_ahead,
+    kernel_copies,
+    kernel_extra,
+    kernel_runs,
+    kernels,
+    timing,
+)
 from lazyattn_jax.bench.kernel_cases import HEADLINE, Case, Variant, make_step
 from lazyattn_jax.bench.kernel_report import is_met, save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result
@@ -179,6 +186,32 @@ def test_written_and_moved_bytes(monkeypatch, tokens):
     slots = kernel_extra.make_slots(tokens, 64, 8)
     assert len(set(zip(*(x.tolist() for x in slots), strict=True))) == tokens
     assert len(set(slots.page.tolist())) == (tokens if tokens <= 64 else tokens // 8)
+
+
+def test_copied_bytes_and_their_share_of_the_stream(monkeypatch):
+    monkeypatch.setattr(timing.Chain, "seconds", lambda chain, carry, *_: 3e-6)
+    monkeypatch.setattr(kernel_copies, "_TOKENS", 64)
+    (result,) = kernel_copies.measure_copies(("C2",), ("xla",), (16,), pool_tokens=2048)
+    assert result.problem is None
+    size = 2 * 12 * 64 * 8 * 128 * 2  # keys and values of 12 x 64 tokens, bfloat16
+    assert result.bytes == 2 * size
+    assert result.value == pytest.approx(size / (1 << 28))  # of a stream of 1 << 28 bytes
+    assert is_met(Result("copy", "C1", value=0.61, goal=0.6))
+    assert not is_met(Result("copy", "C1", value=0.59, goal=0.6))
+
+
+def test_moves_never_read_what_they_write():
+    moves = kernel_copies.make_moves(50, 128, 16)
+    assert not set(moves.source.tolist()) & set(moves.target.tolist())
+    assert len(set(moves.target.tolist())) == 50
+    k = jnp.arange(128.0, dtype=jnp.bfloat16)[:, None, None, None] * jnp.ones(
+        (1, 1, 2, 16), jnp.bfloat16
+    )
+    _, v, shift = kernel_copies.copy_step((k, k, jnp.int32(4)), moves, implementation="xla")
+    expected = np.arange(128)
+    expected[(np.asarray(moves.target) + 4) % 128] = (np.asarray(moves.source) + 4) % 128
+    assert v[:, 0, 0, 0].tolist() == expected.tolist()
+    assert shift == 6
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -43,7 +43,16 @@ def engine_of(**options: object) -> EngineUnderTest:
         "max_documents": 8,
         "check_invariants": True,
     }
-    return EngineUnderTest(small_model(), EngineConfig(**(defaults | options)))
+    # Ways of reusing KV differ in what is computed, not in how: one engine compiles for all.
+    programs = None
+    if "reuse" in options or options.get("document_context") == "full":
+        same = {
+            k: v
+            for k, v in options.items()
+            if k not in ("reuse", "document_context", "share_reads")
+        }
+        programs = engine_of(**same).programs
+    return EngineUnderTest(small_model(), EngineConfig(**(defaults | options)), programs=programs)
 
 
 @pytest.fixture

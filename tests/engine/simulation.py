@@ -24,7 +24,7 @@ from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, lay_out
-from lazyattn_jax.engine.runs import EncodeJob, Request, State
+from lazyattn_jax.engine.runs import EncodeJob, PageCopy, Request, State
 from lazyattn_jax.engine.scheduler import Scheduler
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.models.rope import RopeConfig
@@ -54,6 +54,16 @@ class FakeDevice:
         size = self.limits.page_size
         return [self.slots[int(pages[i // size]), i % size] for i in range(count)]
 
+    def copy(self, copies: list[PageCopy]) -> None:
+        """Copies whole pages; reading from one that is written as well would be a race."""
+        written = [page for copy in copies for page in copy.target]
+        assert len(set(written)) == len(written)
+        assert not set(written) & {page for copy in copies for page in copy.source}
+        for copy in copies:
+            for source, target in zip(copy.source, copy.target, strict=True):
+                for offset in range(self.limits.page_size):
+                    self.slots[target, offset] = self.slots.get((source, offset), ())
+
     def attended(self, plan, rows: int) -> list[list[tuple]]:
         """For every row the identities of the slots that its work items let it see."""
         seen: list[list[tuple]] = [[] for _ in range(rows)]
@@ -79,6 +89,7 @@ class Counts:
     cancelled: int = 0
     spoiled: int = 0  # requests that ended because of KV that was not finite
     thrown_away: int = 0  # tokens chosen for requests that had ended
+    copied: int = 0  # documents
     by_stage: dict[str, int] = field(default_factory=dict)  # cancellations
 
 
@@ -98,7 +109,13 @@ class Simulation:
     """Random traffic over a scheduler, with every step's reads and writes checked."""
 
     def __init__(
-        self, seed: int, num_pages: int, context: DocumentContext, eviction: str = "gdsf"
+        self,
+        seed: int,
+        num_pages: int,
+        context: DocumentContext,
+        eviction: str = "gdsf",
+        *,
+        copies: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.context = context
@@ -109,6 +126,7 @@ class Simulation:
             max_num_seqs=5,
             max_num_batched_tokens=BLOCK_ROWS,
             max_documents=6,
+            copies_documents=copies,
         )
         self.scheduler = Scheduler(self.limits, POLICIES[eviction]())
         self.device = FakeDevice(self.limits)
@@ -165,6 +183,7 @@ class Simulation:
         pages += limits.pages_for(len(layout.stream) + request.max_tokens)
         distinct = {d.piece.tokens for d in layout.documents}
         pages += sum(limits.pages_for(len(tokens)) for tokens in distinct)
+        pages += limits.copied_pages(layout)
         room = layout.num_tokens + request.max_tokens <= limits.max_model_len
         return room and pages <= limits.num_pages and bool(layout.stream or layout.documents)
 
@@ -189,6 +208,7 @@ class Simulation:
     def start_prefill(self) -> bool:
         """Starts a prefill step if there is something to compute."""
         self.scheduler.admit(self._seated)
+        self._copy()
         chunks = self.scheduler.schedule_prefill()
         assert sum(c.count for c in chunks) <= self.limits.max_num_batched_tokens
         if chunks:
@@ -204,6 +224,7 @@ class Simulation:
 
     def start_decode(self) -> bool:
         """Starts a decode step if a request can go on."""
+        self._copy()
         batch = self.scheduler.schedule_decode()
         if batch:
             for request in batch:
@@ -213,6 +234,12 @@ class Simulation:
             self._choose(batch, spans)
             self.scheduler.finish_decode(batch)
         return bool(batch)
+
+    def _copy(self) -> None:
+        copies = self.scheduler.take_copies()
+        self.counts.copied += len(copies)
+        self.device.copy(copies)
+        self.check()
 
     def read(self) -> bool:
         """Reads the oldest step that has been started, if there is one."""
@@ -360,7 +387,9 @@ def main() -> None:
         rng = random.Random(f"{args.seed} {part}")
         context = rng.choice([DocumentContext(False, 0), DocumentContext(True, 5)])
         seed, num_pages = rng.randrange(2**32), rng.choice([26, 45, 200])
-        simulation = Simulation(seed, num_pages, context, rng.choice(list(POLICIES)))
+        simulation = Simulation(
+            seed, num_pages, context, rng.choice(list(POLICIES)), copies=part % 4 == 3
+        )
         for _ in range(min(10_000, args.steps - part * 10_000)):
             simulation.step()
         simulation.drain()

@@ -35,6 +35,21 @@ def test_random_traffic(seed, num_pages, context):
         assert simulation.scheduler.index.num_evicted > 0
 
 
+@pytest.mark.parametrize("num_pages", [45, 200])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_with_copies(seed, num_pages):
+    """Requests read their own copies of documents, which may have been evicted since."""
+    simulation = Simulation(seed, num_pages, DocumentContext(True, 5), copies=True)
+    for _ in range(1000):
+        simulation.step()
+    simulation.drain()
+    assert simulation.counts.finished > 40
+    assert simulation.counts.copied > 40
+    if num_pages == 45:
+        assert simulation.scheduler.num_preemptions > 0
+        assert simulation.scheduler.index.num_evicted > 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same with orders of events that hypothesis thinks of, and makes short when one fails."""
 
@@ -42,10 +57,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**32 - 1),
         num_pages=st.sampled_from([26, 45]),
         prefix=st.booleans(),
+        copies=st.booleans(),
     )
-    def start(self, seed, num_pages, prefix):
+    def start(self, seed, num_pages, prefix, copies):
         context = DocumentContext(prefix, 5 if prefix else 0)
-        self.simulation = Simulation(seed, num_pages, context)
+        self.simulation = Simulation(seed, num_pages, context, copies=copies)
 
     @rule()
     def arrival(self):

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lazyattn_jax.bench.kernel_copies import make_moves
 from lazyattn_jax.bench.kernels import has_hopper
-from lazyattn_jax.kernels.mosaic_gpu import decode, prefill
+from lazyattn_jax.kernels.copies import xla_copy_pages
+from lazyattn_jax.kernels.mosaic_gpu import copies, decode, prefill
 from lazyattn_jax.kernels.mosaic_gpu.plan import num_workers, plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
@@ -132,3 +134,20 @@ def test_written_tokens(tokens, kv_heads, head_dim):
     assert arrays[0].is_deleted()
     for after, right in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(after), right)
+
+
+@SHAPES
+def test_copies(kv_heads, group, head_dim, page_size, dtype, bound):
+    """Against XLA's copy of the same pages; nothing else changes."""
+    del group, bound
+    shape = (400, kv_heads, page_size, head_dim)
+    pages = [jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1)]
+    moves = make_moves(150, 400, head_dim)
+    moves = moves._replace(target=moves.target.at[7].set(400))  # padding
+    for got, expected in zip(
+        jax.jit(copies.copy_pages)(*pages, moves), xla_copy_pages(*pages, moves), strict=True
+    ):
+        # Two float32 sums of two products, rounded once each: one unit in the last place.
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (got, expected)), rtol=2**-7, atol=1e-5
+        )

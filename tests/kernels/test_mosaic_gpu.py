@@ -14,12 +14,14 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lazyattn_jax.kernels.copies import xla_copy_pages
+from lazyattn_jax.kernels.mosaic_gpu.copies import copy_pages
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
 from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, tile_slots
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill
 from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
-from lazyattn_jax.kernels.work import Turns
+from lazyattn_jax.kernels.work import Moves, Turns
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
@@ -276,3 +278,32 @@ def test_written_tokens(tokens, kv_heads, page_size, head_dim):
         for t in np.flatnonzero(page < pages):
             expected[page[t], :, offset[t]] = values[t]
         np.testing.assert_array_equal(np.asarray(after), expected)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "page_size", "head_dim"), [(2, 64, 128), (3, 16, 64), (2, 16, 128), (1, 16, 64)]
+)
+def test_copies(kv_heads, page_size, head_dim):
+    """Against XLA's copy, which is tested against an oracle; padding writes nothing."""
+    rng = np.random.default_rng(0)
+    num_pages, count = 9, 3
+    shape = (num_pages, kv_heads, page_size, head_dim)
+    k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    ids = rng.permutation(num_pages)
+    source, target = ids[:count], np.append(ids[count : 2 * count - 1], num_pages)
+    angles = rng.uniform(0, 6, (2, head_dim // 2))
+    turns = Turns(*(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)))
+    lists = (jnp.asarray(x, jnp.int32) for x in (source, target, [1, 0, 1]))
+    moves = Moves(*lists, turns)
+    for got, expected, before in zip(
+        copy_pages(k, v, moves, interpret=INTERPRET),
+        xla_copy_pages(k, v, moves),
+        (k, v),
+        strict=True,
+    ):
+        # The same float32 sum of two products, each rounded once to bfloat16.
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7, atol=1e-5
+        )
+        others = np.delete(np.arange(num_pages), target[:-1])
+        np.testing.assert_array_equal(got[others], before[others])

@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lazyattn_jax.cache.pool import LayerKV
+from lazyattn_jax.engine.step import copy
 from lazyattn_jax.kernels.model_shapes import LLAMA_3_1_8B, MODEL_SHAPES
 from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h200
+from lazyattn_jax.kernels.mosaic_gpu.copies import copy_pages
 from lazyattn_jax.kernels.mosaic_gpu.decode import lazy_decode
-from lazyattn_jax.kernels.mosaic_gpu.model_shapes import decode_arguments, prefill_arguments
+from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
+    copy_arguments,
+    decode_arguments,
+    prefill_arguments,
+)
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 
@@ -65,6 +72,26 @@ def test_writes(shape, tokens):
     (usage,) = usage_on_h200(write_tokens, page, page, new, new, place, place)
     assert usage.registers > 0
     assert usage[2:] == (0, 0, 0), usage
+
+
+
+
+@pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE + EVERY_PAGE_SIZE))
+def test_copy(shape, page_size):
+    """Also of heads and pages whose rows divide by 16 only."""
+    (usage,) = usage_on_h200(copy_pages, *copy_arguments(shape, page_size))
+    assert 0 < usage.registers <= 128, usage  # at least four blocks a core
+    assert usage[2:] == (0, 0, 0), usage
+
+
+def test_copies_are_made_in_place():
+    """Through the engine's program for all layers: had the pool to be copied, none would fit."""
+    pages, _, moves = copy_arguments(LLAMA_3_1_8B, 64)
+    pool = [LayerKV(pages, pages) for _ in range(2)]
+    program = compile_for_h200(partial(copy, implementation="mosaic_gpu"), pool, moves, donate=(0,))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * 500 * 8 * 64 * 128 * 2
+    assert memory.temp_size_in_bytes < 1 << 20
 
 
 def test_float16():
