@@ -89,13 +89,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with what is needed to use it. ``fingerprint`` identifies its weights and dtype."""
+    """A model with what is needed to use it.
+
+    ``fingerprint`` identifies its weights and dtype without an adapter, ``adapter_fingerprint``
+    those together with the adapter beside them; none if there is no adapter.
+    """
 
     model: Llama
     config: LlamaConfig
     tokenizer: Tokenizer
     fingerprint: bytes
     name: str
+    adapter_fingerprint: bytes | None = None
 
 
 def assemble(config: LlamaConfig, dtype: jnp.dtype, source: Source) -> Llama:
