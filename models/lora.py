@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."
 _PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 Adapter = Mapping[str, jax.Array]
-"""Parameters by dotted name, ``layers.0.attention.q.lora_a`` [in rank] and ``lora_b`` [rank out]."""
+"""``lora_a`` [in rank] and ``lora_b`` [rank out] by dotted names: ``layers.0.mlp.up.lora_a``."""
 
 
 def linears(config: LlamaConfig) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def stack(model: Llama) -> dict[str, jax.Array]:
 
 def unstack(weights: Weights) -> dict[str, jax.Array]:
     """The parameters by their names in the model, one array a layer."""
-    flat = {}
+    flat: dict[str, jax.Array] = {}
     for name, value in weights.items():
         if name.startswith(_LAYERS):
             rest = name.removeprefix(_LAYERS)
@@ -52,7 +52,7 @@ def unstack(weights: Weights) -> dict[str, jax.Array]:
 
 def init_lora(weights: Weights, rank: int, key: jax.Array) -> dict[str, jax.Array]:
     """A new adapter for every linear layer, float32: at first it changes nothing."""
-    adapter = {}
+    adapter: dict[str, jax.Array] = {}
     for name, kernel in weights.items():
         if name.startswith(_LAYERS) and name.endswith(".kernel"):
             layers, size_in, size_out = kernel.shape
@@ -159,8 +159,8 @@ class Forward:
         """Losses of one part of a batch (arrays without their axis ``A``)."""
         mask = visible(batch.sample, batch.document)
         rows, _, length, _ = mask.shape
-        twice = (jnp.repeat(x, 2, axis=0) for x in (batch.tokens, batch.positions))
-        hidden = self.hidden(weights, *twice, mask.reshape(-1, length, length))
+        tokens, positions = (jnp.repeat(x, 2, axis=0) for x in (batch.tokens, batch.positions))
+        hidden = self.hidden(weights, tokens, positions, mask.reshape(-1, length, length))
         hidden = hidden.reshape(rows, 2, length, -1)
         chosen = jnp.take_along_axis(hidden, batch.place[:, None, :, None], axis=2)
         logits = self.logits(weights, chosen)

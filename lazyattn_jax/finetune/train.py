@@ -170,17 +170,18 @@ class Trainer:
             self._state = checkpoints.restore(step, self._state)
         elif held_out:
             listener.evaluated(0, self._evaluate(held_out))
-        read: Callable[[], None] = lambda: None
+        unread: Callable[[], None] | None = None
         for batch in source.endless(skip=step):
             if step >= settings.steps:
                 break
             self._state, losses = self._train(self._state, self._frozen, self._put(batch))
-            read()  # of the step before: the device has work meanwhile
+            if unread is not None:  # of the step before: the device has work meanwhile
+                unread()
             rate, step = float(self._rate(step)), step + 1
-            read = partial(self._tell, listener, step, losses, rate)
+            unread = partial(self._tell, listener, step, losses, rate)
             if step % settings.eval_every == 0 or step == settings.steps:
-                read()
-                read = lambda: None
+                unread()
+                unread = None
                 score = self._evaluate(held_out) if held_out else Score.of(losses)
                 if held_out:
                     listener.evaluated(step, score)
