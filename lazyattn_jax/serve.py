@@ -25,8 +25,8 @@ from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.kernels.api import Implementation
-from lazyattn_jax.llm import keep_compiled, start_engine
-from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.llm import keep_compiled, load_for, start_engine
+from lazyattn_jax.models.load import EMBEDDED
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
 from lazyattn_jax.server.async_engine import MAX_WAITING, AsyncEngine
 from lazyattn_jax.server.logs import set_up_logging
@@ -86,6 +86,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=EMBEDDED,
         help="'smollm2-135m', a GGUF file, a Hugging Face or Orbax folder, a hub name like "
         "'owner/model', or 'dummy:<size>' for random weights (default: %(default)s)",
+    )
+    add(
+        "--adapter",
+        default="auto",
+        metavar="FILE",
+        help="low-rank adapter for requests with documents, as lazyattn_jax.finetune writes it, or "
+        "'none' (default: the one that is shipped for the model, if there is one)",
     )
     add("--served-model-name", metavar="NAME", help="what clients call it (default: as --model)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -177,10 +184,10 @@ def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) 
     )
     add(
         "--document-context",
-        choices=("prefix", "none"),
+        choices=("auto", "prefix", "none"),
         default=defaults.document_context,
         help="encode documents after the request's leading text, or alone, as block-fine-tuned "
-        "models want it (default: %(default)s)",
+        "models want it; auto is alone with an adapter, else after it (default: %(default)s)",
     )
     add(
         "--document-gap",
@@ -259,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = _listen(args.host, args.port)
     except ValueError as error:
         return _fail(error)
-    engine = AsyncEngine(lambda: _load(args.model, config), args.max_waiting)
+    engine = AsyncEngine(lambda: _load(args.model, args.adapter, config), args.max_waiting)
     name = args.served_model_name or args.model
     keys = tuple(args.api_key or ())
     app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes, keys))
@@ -275,9 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(model: str, config: EngineConfig) -> Engine:
+def _load(model: str, adapter: str, config: EngineConfig) -> Engine:
     with Console().status(f"Loading {model}"):
-        loaded = load_model(model, dtype=config.resolve_dtype())
+        loaded = load_for(config, model, adapter)
     return start_engine(loaded, config)
 
 
@@ -332,8 +339,11 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
         "documents": f"encoded after the leading text, gap {config.document_gap}"
-        if config.document_context == "prefix"
+        if engine.context.prefix
         else "encoded alone",
+        "adapter": "for requests with documents"
+        if engine.loaded.adapter_fingerprint is not None
+        else "none",
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -102,6 +102,11 @@ class LoadedModel:
     name: str
     adapter_fingerprint: bytes | None = None
 
+    @property
+    def document_fingerprint(self) -> bytes:
+        """Identifies what documents that are encoded alone are computed with."""
+        return self.adapter_fingerprint or self.fingerprint
+
 
 def assemble(config: LlamaConfig, dtype: jnp.dtype, source: Source) -> Llama:
     """Builds a model from a source, one tensor at a time.

@@ -31,7 +31,7 @@ class EngineConfig:
       max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
       max_documents: documents of one request.
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
-        alone.
+        alone; ``auto`` is ``none`` where an adapter for such documents is loaded, else ``prefix``.
       document_gap: positions left out between the prefix and a document.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
@@ -49,7 +49,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_documents: int = 256
-    document_context: str = "prefix"
+    document_context: str = "auto"
     document_gap: int = 200
     eviction: str = "gdsf"
     attention: str = "auto"
@@ -57,9 +57,9 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        if self.document_context not in ("prefix", "none"):
+        if self.document_context not in ("auto", "prefix", "none"):
             raise ValueError(
-                f"document_context is {self.document_context!r}, must be 'prefix' or 'none'"
+                f"document_context is {self.document_context!r}, must be 'auto', 'prefix' or 'none'"
             )
         if self.document_gap < 0:
             raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")

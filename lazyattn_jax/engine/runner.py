@@ -67,9 +67,15 @@ class Runner:
             head_dim=loaded.config.head_dim,
             num_cores=getattr(device, "core_count", 0),
         )
+        self._adapter = loaded.adapter_fingerprint is not None
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
         self._planner = Planner(
-            limits, self._lists, frequencies, rope.attention_factor, check=check
+            limits,
+            self._lists,
+            frequencies,
+            rope.attention_factor,
+            adapter=self._adapter,
+            check=check,
         )
         self._pool = make_pool(
             loaded.config,
@@ -185,5 +191,6 @@ class Runner:
             np.zeros(bucket, np.int32),
             Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
             self._lists.empty(prefill, bucket),
+            np.zeros(bucket, bool) if self._adapter else None,
         )
         return step_inputs(plan, self._choices(prefill, bucket, (), ()))

@@ -193,7 +193,8 @@ def _export(
     dtype: jnp.dtype,
 ) -> None:
     best, last = checkpoints.best, checkpoints.last
-    assert best is not None and last is not None  # the last step has one
+    assert best is not None  # the last step has a checkpoint
+    assert last is not None
     if args.rank:
         for name, step in (("best", best), ("last", last)):
             path = args.output / f"adapter-{name}.safetensors"
