@@ -188,11 +188,36 @@ def attention(
 ) -> Float[Array, "R T N H"]:
     """Masked attention of rows to themselves; scores and softmax in float32."""
     rows, length, _, size = q.shape
-    grouped = q.reshape(rows, length, k.shape[2], -1, size)
-    scores = jnp.einsum("rtkgh,rskh->rkgts", grouped, k, preferred_element_type=jnp.float32)
+    # The query heads of a KV head as one matrix: nothing as large as the scores is transposed.
+    grouped = q.reshape(rows, length, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
+    packed = grouped.reshape(rows, k.shape[2], -1, size)
+    scores = _scores(packed, k).reshape(*grouped.shape[:4], length)
     scores = jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("rkgts,rskh->rtkgh", weights, v).reshape(q.shape)
+    out = jnp.einsum("rkms,rskh->rkmh", weights.reshape(*packed.shape[:3], length), v)
+    return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+@jax.custom_vjp
+def _scores(q: Float[Array, "R K M H"], k: Float[Array, "R T K H"]) -> Float[Array, "R K M T"]:
+    """Products in float32, whose gradients are multiplied in the dtype of the inputs."""
+    return jnp.einsum("rkmh,rskh->rkms", q, k, preferred_element_type=jnp.float32)
+
+
+def _scores_forward(q: Array, k: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _scores(q, k), (q, k)
+
+
+def _scores_backward(inputs: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    q, k = inputs
+    grad = grad.astype(q.dtype)
+    return (
+        jnp.einsum("rkms,rskh->rkmh", grad, k),
+        jnp.einsum("rkms,rkmh->rskh", grad, q),
+    )
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
 class _Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from lazyattn_jax.finetune.batches import Batch, BatchShape, Source
 from lazyattn_jax.finetune.checkpoints import Checkpoints, State
@@ -64,18 +67,14 @@ class Settings:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more")
 
-    def rate(self) -> optax.Schedule:
-        """Learning rate by step."""
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
         rise = round(self.steps * self.warmup)
-        fall = self.steps - rise
-        after = (
-            optax.cosine_decay_schedule(self.learning_rate, fall)
-            if self.schedule == "cosine"
-            else optax.linear_schedule(self.learning_rate, 0.0, fall)
-        )
-        # The first step of a rise from 0 would change nothing.
-        before = optax.linear_schedule(self.learning_rate / (rise + 1), self.learning_rate, rise)
-        return optax.join_schedules([before, after], [rise]) if rise else after
+        if step < rise:
+            return self.learning_rate * (step + 1) / (rise + 1)
+        done = (step - rise) / (self.steps - rise)
+        share = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
+        return self.learning_rate * share
 
 
 @dataclass(frozen=True)
@@ -137,10 +136,10 @@ class Trainer:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._settings = settings
         self._forward = Forward(loaded.config, dtype, shape.length)
-        self._rate = settings.rate()
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(_CLIP),
-            optax.adamw(self._rate, *_BETAS, weight_decay=settings.weight_decay),
+            optax.scale_by_adam(*_BETAS),
+            optax.add_decayed_weights(settings.weight_decay),
         )
         self.base = stack(loaded.model)
         frozen, weights = {}, self.base
@@ -174,11 +173,12 @@ class Trainer:
         for batch in source.endless(skip=step):
             if step >= settings.steps:
                 break
-            self._state, losses = self._train(self._state, self._frozen, self._put(batch))
+            rate = np.float32(settings.rate(step))
+            self._state, losses = self._train(self._state, self._frozen, self._put(batch), rate)
             if unread is not None:  # of the step before: the device has work meanwhile
                 unread()
-            rate, step = float(self._rate(step)), step + 1
-            unread = partial(self._tell, listener, step, losses, rate)
+            step += 1
+            unread = partial(self._tell, listener, step, losses, float(rate))
             if step % settings.eval_every == 0 or step == settings.steps:
                 unread()
                 unread = None
@@ -215,7 +215,9 @@ class Trainer:
         exact, answers = (sum(getattr(s, name) for s, _ in scores) for name in ("exact", "answers"))
         return Score.of(Losses(loss, exact, answers, divergence))
 
-    def _train_step(self, state: State, frozen: Weights, batch: Batch) -> tuple[State, Losses]:
+    def _train_step(
+        self, state: State, frozen: Weights, batch: Batch, rate: Float[Array, ""]
+    ) -> tuple[State, Losses]:
         def objective(weights: Weights, part: Batch) -> tuple[jax.Array, Losses]:
             losses = self._forward.losses({**frozen, **weights}, part)
             distance = losses.divergence * self._settings.distill
@@ -235,6 +237,8 @@ class Trainer:
         )
         (grads, losses), _ = lax.scan(add, zero, batch)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.weights)
+        # The rate is an argument so that the program is the same for every schedule.
+        updates = jax.tree.map(lambda u: -rate * u, updates)
         return State(optax.apply_updates(state.weights, updates), optimizer), losses
 
     def _score_step(self, weights: Weights, frozen: Weights, batch: Batch) -> Losses:
