@@ -236,7 +236,8 @@ class Trainer:
             ),
         )
         (grads, losses), _ = lax.scan(add, zero, batch)
-        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.weights)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            updates, optimizer = self._optimizer.update(grads, state.optimizer, state.weights)
         # The rate is an argument so that the program is the same for every schedule.
         updates = jax.tree.map(lambda u: -rate * u, updates)
         return State(optax.apply_updates(state.weights, updates), optimizer), losses
