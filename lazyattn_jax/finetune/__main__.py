@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ def _add_samples(group: argparse._ArgumentGroup) -> None:
         metavar="SHARE",
         help="with several passages a document",
     )
+    add(
+        "--cloze",
+        type=float,
+        default=recipe.cloze,
+        metavar="SHARE",
+        help="that ask to fill a gap in a sentence",
+    )
     add("--system", default=recipe.system, metavar="TEXT", help="system message; may be empty")
     add("--ask", default=recipe.ask, metavar="TEXT", help="user's message, with {question} in it")
     add("--rows", type=int, default=shape.rows, metavar="N", help="computed at once")
@@ -141,12 +148,15 @@ def _run(args: argparse.Namespace) -> None:
     if end is None:
         raise ValueError(f"model {args.model!r} has no token that ends a text")
 
-    def source(paths: list[Path]) -> Source:
+    def source(paths: list[Path], recipe: Recipe) -> Source:
         files = [Questions(path) for path in paths]
         return Source(files, loaded.tokenizer, recipe, shape, end=end, seed=args.seed)
 
-    training = source(args.data)
-    held_out = source(args.held_out).some(args.held_out_limit) if args.held_out else []
+    training, held_out = source(args.data, recipe), []
+    if args.held_out:
+        # Scored on questions of the file alone, in the form that they are asked in.
+        plain = dataclasses.replace(recipe, untitled=0.0, joined=0.0, cloze=0.0)
+        held_out = source(args.held_out, plain).some(args.held_out_limit)
     trainer = Trainer(loaded, settings, shape, jnp.dtype(_DTYPES[dtype]))
     _open_folder(args, dtype)
     checkpoints = Checkpoints(args.output / "checkpoints")
@@ -159,7 +169,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _made(kind: type, args: argparse.Namespace) -> Any:
-    return kind(**{f.name: getattr(args, f.name) for f in fields(kind)})
+    return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(kind)})
 
 
 def _open_folder(args: argparse.Namespace, dtype: str) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lazyattn_jax.finetune.data import Questions, Recipe, Sample, draw, make_sample
+from lazyattn_jax.finetune.data import Question, Questions, Recipe, Sample, cloze, draw, make_sample
 from lazyattn_jax.models.tokenizer import Tokenizer
 
 _OPEN_ROWS = 8  # rows that are filled at the same time
@@ -127,11 +127,16 @@ class Source:
         for number in order.tolist():
             questions, i = self._entries[number]
             rng = np.random.default_rng([self._seed, epoch, number])
+            question = questions.all[i]
+            documents = draw(questions, i, self._recipe, rng)
+            gap = cloze(question.documents[0], rng) if rng.random() < self._recipe.cloze else None
+            if gap is not None:
+                question = Question(*gap, question.documents)
             sample = make_sample(
                 self._tokenizer,
                 self._recipe,
-                questions.all[i],
-                draw(questions, i, self._recipe, rng),
+                question,
+                documents,
                 self._end,
                 self._shape.length,
             )

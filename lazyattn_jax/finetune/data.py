@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,11 @@ from lazyattn_jax.prompt import Document, chat_prompt, parse_documents
 
 _GZIP = b"\x1f\x8b"
 _MOST_JOINED = 5
+_GAP = "____"
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_NAME = re.compile(r"(?<=\w )(?:[A-Z][\w'-]+|\d[\d.,]*\b)(?: (?:[A-Z][\w'-]+|\d[\d.,]*\b))*")
+_LEAST_WORDS = 8  # of a sentence that is worth asking for
+_KEPT_WORDS = 0.7
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,15 @@ class Recipe:
     """How samples are made of questions.
 
     ``documents`` is the least and the most of a sample. ``untitled`` is the share of samples whose
-    documents have no titles, ``joined`` the share whose documents are several passages each.
+    documents have no titles, ``joined`` the share whose documents are several passages each,
+    ``cloze`` the share that ask for a name or number left out of a sentence of the passage instead.
     ``ask`` is the user's message, with ``{question}`` in it.
     """
 
     documents: tuple[int, int] = (3, 10)
     untitled: float = 0.15
     joined: float = 0.1
+    cloze: float = 0.0
     system: str = "You answer questions using the documents. Answer with a short phrase."
     ask: str = "{question}\nAnswer with a few words from the documents."
 
@@ -72,7 +80,7 @@ class Recipe:
         least, most = self.documents
         if not 1 <= least <= most:
             raise ValueError(f"documents is {least} to {most}, must be 1 or more, in this order")
-        for name in ("untitled", "joined"):
+        for name in ("untitled", "joined", "cloze"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be between 0 and 1")
         if "{question}" not in self.ask:
@@ -120,6 +128,26 @@ def draw(
     if rng.random() < recipe.untitled:
         documents = [Document(d.text) for d in documents]
     return documents
+
+
+def cloze(passage: Document, rng: np.random.Generator) -> tuple[str, str] | None:
+    """A sentence of a passage with a gap, some of its words left out, and what fills the gap.
+
+    None if no sentence of the passage has a name or number in it.
+    """
+    found = [
+        (sentence, name)
+        for sentence in _SENTENCE.split(passage.text)
+        if len(sentence.split()) >= _LEAST_WORDS
+        for name in _NAME.finditer(sentence)
+    ]
+    if not found:
+        return None
+    sentence, name = found[int(rng.integers(len(found)))]
+    before, after = sentence[: name.start()].split(), sentence[name.end() :].split()
+    words = [w for w in before if rng.random() < _KEPT_WORDS]
+    words += [_GAP, *(w for w in after if rng.random() < _KEPT_WORDS)]
+    return " ".join(words), name[0].rstrip(".,")
 
 
 def make_sample(
