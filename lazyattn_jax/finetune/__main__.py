@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -159,13 +160,12 @@ def _run(args: argparse.Namespace) -> None:
         held_out = source(args.held_out, plain).some(args.held_out_limit)
     trainer = Trainer(loaded, settings, shape, jnp.dtype(_DTYPES[dtype]))
     _open_folder(args, dtype)
-    checkpoints = Checkpoints(args.output / "checkpoints")
-    with Report(args.output, settings.steps, checkpoints.last or 0) as report:
-        trainer.run(training, held_out, checkpoints, report)
-    if not plot(args.output):
-        print("no plot: matplotlib is not installed (pip install lazyattn-jax[bench])")
-    _export(args, trainer, checkpoints, loaded, jnp.dtype(_DTYPES[dtype]))
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(args.output / "checkpoints")) as checkpoints:
+        with Report(args.output, settings.steps, checkpoints.last or 0) as report:
+            trainer.run(training, held_out, checkpoints, report)
+        if not plot(args.output):
+            print("no plot: matplotlib is not installed (pip install lazyattn-jax[bench])")
+        _export(args, trainer, checkpoints, loaded, jnp.dtype(_DTYPES[dtype]))
 
 
 def _made(kind: type, args: argparse.Namespace) -> Any:

@@ -60,14 +60,19 @@ def sharp_model() -> LoadedModel:
     return LoadedModel(model, config, tokenizer, fingerprint(model, config), "sharp")
 
 
-def finetune(data: Path, output: Path, *flags: str, **options: Any) -> int:
-    """Runs the command in this process; options by their names, with underscores."""
+def flags(data: Path, output: Path, **options: Any) -> list[str]:
+    """The command line; options by their names, with underscores."""
     given = OPTIONS | {"--" + name.replace("_", "-"): str(x) for name, x in options.items()}
-    arguments = [f"--data={data}", f"--held-out={data}", f"--output={output}", *flags]
+    arguments = [f"--data={data}", f"--held-out={data}", f"--output={output}"]
     for name, value in given.items():
         two = name in ("--documents", "--export")
         arguments += [name, *value.split()] if two else [f"{name}={value}"]
-    return main(arguments)
+    return arguments
+
+
+def finetune(data: Path, output: Path, *more: str, **options: Any) -> int:
+    """Runs the command in this process."""
+    return main([*flags(data, output, **options), *more])
 
 
 def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
