@@ -141,9 +141,8 @@ def _run(args: argparse.Namespace) -> None:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    for folder in args.export:
-        if (args.output / folder).exists():
-            raise ValueError(f"{args.output / folder} exists already; models are not overwritten")
+    options = json.loads(json.dumps(vars(args) | {"dtype": dtype}, default=str))
+    _check_folder(args, options)
     loaded = load_model(args.model, dtype=jnp.dtype(jnp.float32))
     end = next(iter(loaded.config.eos_token_ids), loaded.tokenizer.eos_token_id)
     if end is None:
@@ -159,7 +158,8 @@ def _run(args: argparse.Namespace) -> None:
         plain = dataclasses.replace(recipe, untitled=0.0, joined=0.0, cloze=0.0)
         held_out = source(args.held_out, plain).some(args.held_out_limit)
     trainer = Trainer(loaded, settings, shape, jnp.dtype(_DTYPES[dtype]))
-    _open_folder(args, dtype)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / _OPTIONS).write_text(json.dumps(options, indent=2) + "\n", "utf-8")
     with contextlib.closing(Checkpoints(args.output / "checkpoints")) as checkpoints:
         with Report(args.output, settings.steps, checkpoints.last or 0) as report:
             trainer.run(training, held_out, checkpoints, report)
@@ -172,13 +172,15 @@ def _made(kind: type, args: argparse.Namespace) -> Any:
     return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(kind)})
 
 
-def _open_folder(args: argparse.Namespace, dtype: str) -> None:
-    """Makes the folder of a run, or checks that it is one of the same options.
+def _check_folder(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Checks that the folder can hold this run.
 
     Raises:
-      ValueError: it is there and is not to be resumed, or has other options.
+      ValueError: it has one that is not to be resumed, or one of other options, or a model.
     """
-    options = json.loads(json.dumps(vars(args) | {"dtype": dtype}, default=str))
+    for folder in args.export:
+        if (args.output / folder).exists():
+            raise ValueError(f"{args.output / folder} exists already; models are not overwritten")
     path = args.output / _OPTIONS
     if path.exists():
         if not args.resume:
@@ -190,9 +192,6 @@ def _open_folder(args: argparse.Namespace, dtype: str) -> None:
                 raise ValueError(f"{flag} is {value!r}, the run to resume has {before.get(name)!r}")
     elif args.resume:
         raise ValueError(f"{args.output} holds no run to resume")
-    else:
-        args.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(options, indent=2) + "\n", "utf-8")
 
 
 def _export(
