@@ -99,10 +99,11 @@ def add_adapter(model: Llama, adapter: Adapter) -> Llama:
 
 def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
     """A loaded model with the adapter of a file beside its weights. Errors as those above."""
+    adapter = read_adapter(path, loaded.config)
     try:
-        model = add_adapter(loaded.model, read_adapter(path, loaded.config))
+        model = add_adapter(loaded.model, adapter)
     except ValueError as error:
-        raise ValueError(f"adapter {str(path)!r}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     return dataclasses.replace(
         loaded, model=model, adapter_fingerprint=fingerprint(model, loaded.config)
     )

@@ -141,6 +141,8 @@ def test_bad_input_is_named_and_leaves_nothing_behind(llm, call, param, message)
         ({"document_context": "all"}, "'all'.*'prefix' or 'none'"),
         ({"document_gap": -1}, "document_gap is -1"),
         ({"dtype": "int8"}, "'int8'.*float32"),
+        ({"adapter": "none.safetensors"}, "'none.safetensors' is no file"),
+        ({"adapter": "x", "document_context": "prefix"}, "'x' is for documents encoded alone"),
         ({"attention": "cuda"}, "'cuda'.*xla"),
     ],
 )

@@ -171,7 +171,7 @@ def make_sample(
     if len(places) != len(documents):
         raise ValueError("the chat template leaves documents out")
     for place, document in zip(places, documents, strict=True):
-        needed[place] = question.answer.lower() in document.text.lower()
+        needed[place] = _holds_answer(document, question)
     excess = sum(map(len, pieces)) + len(answer) - length
     for i in reversed(range(len(pieces))):
         if excess > 0 and not needed[i]:
@@ -187,6 +187,12 @@ def make_sample(
         np.repeat(np.asarray(owners, np.int32), sizes),
         len(answer),
     )
+
+
+def _holds_answer(document: Document, question: Question) -> bool:
+    if len(question.documents) == 1:
+        return question.documents[0].text in document.text
+    return question.answer.lower() in document.text.lower()
 
 
 def _join(passages: Sequence[Document]) -> Document:

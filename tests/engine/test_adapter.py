@@ -14,6 +14,8 @@ from engine_helpers import EngineUnderTest, document, oracle_logits, text
 from flax import nnx
 
 from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.llm import load_for
+from lazyattn_jax.models import load
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.lora import linears, read_adapter, save_adapter, with_adapter
 
@@ -128,6 +130,25 @@ def test_without_an_adapter_nothing_of_it_is_in_a_step(make_engine, engine):
     assert stock.context.prefix is False
     assert make_engine().context.prefix is True
     assert engine.context.prefix is False  # what documents are encoded after follows the adapter
+
+
+def test_which_adapter_a_model_is_loaded_with(file, tmp_path, monkeypatch):
+    """The one that is named; else one that is shipped, but not for documents with a prefix."""
+    auto, prefix = EngineConfig(), EngineConfig(document_context="prefix")
+    assert load_for(auto, "dummy:tiny", "auto").adapter_fingerprint is None
+    named = load_for(auto, "dummy:tiny", str(file))
+    assert named.adapter_fingerprint is not None
+    assert named.fingerprint == load_for(auto, "dummy:tiny", "none").fingerprint
+    monkeypatch.setattr(load, "EMBEDDED", "dummy:tiny")
+    monkeypatch.setattr(load.importlib.resources, "files", lambda name: tmp_path)
+    assert load_for(auto, "dummy:tiny", "auto").adapter_fingerprint is None  # nothing is there
+    shipped = tmp_path / "adapters" / "smollm2-135m-instruct" / "adapter.safetensors"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(file.read_bytes())
+    fingerprint = load_for(auto, "dummy:tiny", "auto").adapter_fingerprint
+    assert fingerprint == named.adapter_fingerprint
+    assert load_for(auto, "dummy:tiny", "none").adapter_fingerprint is None
+    assert load_for(prefix, "dummy:tiny", "auto").adapter_fingerprint is None
 
 
 def test_an_adapter_for_another_model_is_refused(file, tmp_path):
