@@ -153,6 +153,7 @@ def _run(args: argparse.Namespace) -> None:
         return Source(files, loaded.tokenizer, recipe, shape, end=end, seed=args.seed)
 
     training, held_out = source(args.data, recipe), []
+    next(training.epoch(0))  # an error now rather than in a folder that has been made
     if args.held_out:
         # Scored on questions of the file alone, in the form that they are asked in.
         plain = dataclasses.replace(recipe, untitled=0.0, joined=0.0, cloze=0.0)

@@ -63,7 +63,7 @@ def sharp_model() -> LoadedModel:
 def flags(data: Path, output: Path, **options: Any) -> list[str]:
     """The command line; options by their names, with underscores."""
     given = OPTIONS | {"--" + name.replace("_", "-"): str(x) for name, x in options.items()}
-    arguments = [f"--data={data}", f"--held-out={data}", f"--output={output}"]
+    arguments = [f"--data={data}", f"--output={output}"]
     for name, value in given.items():
         two = name in ("--documents", "--export")
         arguments += [name, *value.split()] if two else [f"{name}={value}"]

@@ -35,7 +35,8 @@ def data(tmp_path_factory):
 def run(data, tmp_path_factory):
     """All weights trained on the toy set, with checkpoints half way and at the end."""
     folder = tmp_path_factory.mktemp("runs") / "all"
-    assert finetune(data, folder, **OF_ALL, export="safetensors orbax") == 0
+    held_out = {"held_out": data, "export": "safetensors orbax"}
+    assert finetune(data, folder, **OF_ALL, **held_out) == 0
     return folder
 
 
@@ -66,12 +67,13 @@ def test_training_resumes_exactly(run, data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Report, "trained", stop)
     with pytest.raises(KeyboardInterrupt):
-        finetune(data, folder, **OF_ALL)
+        finetune(data, folder, **OF_ALL, held_out=data)
     monkeypatch.undo()
     assert [r["step"] for r in log_of(folder, "eval")] == [0, STEPS // 2]
-    assert finetune(data, folder, **OF_ALL) == 2  # it is not started again by mistake
-    assert finetune(data, folder, "--resume", **OF_ALL | {"learning_rate": 1e-3}) == 2
-    assert finetune(data, folder, "--resume", **OF_ALL, export="safetensors") == 0
+    options = OF_ALL | {"held_out": data}
+    assert finetune(data, folder, **options) == 2  # it is not started again by mistake
+    assert finetune(data, folder, "--resume", **options | {"learning_rate": 1e-3}) == 2
+    assert finetune(data, folder, "--resume", **options, export="safetensors") == 0
     assert (folder / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     again, before = (load_model(str(f / "safetensors")) for f in (folder, run))
     assert again.fingerprint == before.fingerprint
