@@ -22,8 +22,8 @@ from lazyattn_jax.bench.serving_metrics import Limits
 from lazyattn_jax.bench.serving_points import WAYS, EngineTarget, Point, Target, measure
 from lazyattn_jax.bench.serving_report import tables
 from lazyattn_jax.bench.workloads import NAMES, Workload
-from lazyattn_jax.llm import keep_compiled
-from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.llm import keep_compiled, load_for
+from lazyattn_jax.models.load import EMBEDDED
 from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
 
 
@@ -221,7 +221,7 @@ class Runs:
         self._settings["model"] = args.model
         self._settings |= {k: v for k, v in asdict(config).items() if v and k not in ways}
         with console.status(f"Loading {args.model}"):
-            loaded = load_model(args.model, dtype=config.resolve_dtype())
+            loaded = load_for(config, args.model, args.adapter)
         return EngineTarget(loaded, config, self._compiled)
 
     def _compiled(self, done: int, total: int) -> None:

@@ -27,8 +27,8 @@ from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece, Prompt
 from lazyattn_jax.engine.runs import Request, State
-from lazyattn_jax.llm import keep_compiled, start_engine
-from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.llm import keep_compiled, load_for, start_engine
+from lazyattn_jax.models.load import EMBEDDED
 from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
 
 NAMES = ("alone", "decode", "host")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         if args.compilation_cache is not None:
             keep_compiled(args.compilation_cache)
         config = engine_config(args)
-        loaded = load_model(args.model, dtype=config.resolve_dtype())
+        loaded = load_for(config, args.model, args.adapter)
         weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
         ceiling = read_ceiling(1 << 32 if jax.default_backend() == "gpu" else 1 << 26)
         steps = Steps(start_engine(loaded, config), args, weights, ceiling)

@@ -14,6 +14,7 @@ from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import Prompt, RequestError
 from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.prompt import Document, chat_prompt, parse_documents, text_prompt
 
@@ -73,6 +74,8 @@ class LLM:
 
     Args:
       model: see ``models.load.load_model``; the default is the embedded SmolLM2-135M-Instruct.
+      adapter: for requests with documents: a safetensors file, ``none``, or ``auto`` for the one
+        that is shipped for the model, if there is one.
       progress: show a progress bar while batch shapes are compiled.
       options: fields of ``EngineConfig``.
 
@@ -80,9 +83,16 @@ class LLM:
       ValueError: the model cannot be loaded, an option is out of range, or memory does not suffice.
     """
 
-    def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = EMBEDDED,
+        *,
+        adapter: str = "auto",
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
         config = EngineConfig(**options)
-        loaded = load_model(model, dtype=config.resolve_dtype())
+        loaded = load_for(config, model, adapter)
         self.engine = start_engine(loaded, config, progress=progress)
         self.tokenizer = loaded.tokenizer
 
@@ -211,6 +221,22 @@ class LLM:
             )
             for r in requests
         ]
+
+
+def load_for(config: EngineConfig, model: str, adapter: str) -> LoadedModel:
+    """Loads the model of an engine, with its adapter.
+
+    Raises:
+      ValueError: see ``load_model``; or an adapter is named, and documents are not encoded alone.
+    """
+    if config.document_context == "prefix":
+        if adapter not in ("auto", "none"):
+            raise ValueError(
+                f"adapter {adapter!r} is for documents encoded alone, and document_context is "
+                "'prefix'; set it to 'none' or leave it out"
+            )
+        adapter = "none"
+    return load_model(model, dtype=config.resolve_dtype(), adapter=adapter)
 
 
 def start_engine(loaded: Any, config: EngineConfig, *, progress: bool = True) -> Engine:

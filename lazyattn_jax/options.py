@@ -32,9 +32,16 @@ def parse_size(text: str) -> int:
 
 
 def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Adds an option for every field of ``EngineConfig`` but ``reuse``."""
+    """Adds ``--adapter``, and an option for every field of ``EngineConfig`` but ``reuse``."""
     defaults = EngineConfig()
     add = group.add_argument
+    add(
+        "--adapter",
+        default="auto",
+        metavar="FILE",
+        help="low-rank adapter for requests with documents, as lazyattn_jax.finetune writes it, or "
+        "'none' (default: the one that is shipped for the model, if there is one)",
+    )
     add(
         "--kv-pool-bytes",
         type=parse_size,
@@ -84,10 +91,11 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--document-context",
-        choices=("prefix", "none", "full"),
+        choices=("auto", "prefix", "none", "full"),
         default=defaults.document_context,
         help="encode documents after the request's leading text, or alone, as block-fine-tuned "
-        "models want it, or (reuse none) after all that precedes them (default: %(default)s)",
+        "models want it, or (reuse none) after all that precedes them; auto is alone with an "
+        "adapter, else after the leading text (default: %(default)s)",
     )
     add(
         "--document-gap",

@@ -23,8 +23,8 @@ from rich.table import Table
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.reuse import MODES
-from lazyattn_jax.llm import keep_compiled, start_engine
-from lazyattn_jax.models.load import EMBEDDED, load_model
+from lazyattn_jax.llm import keep_compiled, load_for, start_engine
+from lazyattn_jax.models.load import EMBEDDED
 from lazyattn_jax.options import MODEL_HELP, UNITS, add_engine_options, engine_config, parse_size
 from lazyattn_jax.server.app import MIB, ServerConfig, build_app
 from lazyattn_jax.server.async_engine import MAX_WAITING, AsyncEngine
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = _listen(args.host, args.port)
     except ValueError as error:
         return _fail(error)
-    engine = AsyncEngine(lambda: _load(args.model, config), args.max_waiting)
+    engine = AsyncEngine(lambda: _load(args.model, args.adapter, config), args.max_waiting)
     name = args.served_model_name or args.model
     keys = tuple(args.api_key or ())
     app = build_app(engine, ServerConfig(name, args.model, args.max_body_bytes, keys))
@@ -185,9 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(model: str, config: EngineConfig) -> Engine:
+def _load(model: str, adapter: str, config: EngineConfig) -> Engine:
     with Console().status(f"Loading {model}"):
-        loaded = load_model(model, dtype=config.resolve_dtype())
+        loaded = load_for(config, model, adapter)
     return start_engine(loaded, config)
 
 
@@ -242,7 +242,10 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
         "reuse": config.reuse,
-        "documents": _documents(config),
+        "documents": _documents(engine),
+        "adapter": "for requests with documents"
+        if engine.loaded.adapter_fingerprint is not None
+        else "none",
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -253,11 +256,11 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
     return table
 
 
-def _documents(config: EngineConfig) -> str:
-    if not config.reuse_mode.independent:
+def _documents(engine: Engine) -> str:
+    if not engine.config.reuse_mode.independent:
         return "text like any other"
-    if config.document_context == "prefix":
-        return f"encoded after the leading text, gap {config.document_gap}"
+    if engine.context.prefix:
+        return f"encoded after the leading text, gap {engine.context.gap}"
     return "encoded alone"
 
 

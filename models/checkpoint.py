@@ -89,13 +89,23 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with what is needed to use it. ``fingerprint`` identifies its weights and dtype."""
+    """A model with what is needed to use it.
+
+    ``fingerprint`` identifies its weights and dtype without an adapter, ``adapter_fingerprint``
+    those together with the adapter beside them; none if there is no adapter.
+    """
 
     model: Llama
     config: LlamaConfig
     tokenizer: Tokenizer
     fingerprint: bytes
     name: str
+    adapter_fingerprint: bytes | None = None
+
+    @property
+    def document_fingerprint(self) -> bytes:
+        """Identifies what documents that are encoded alone are computed with."""
+        return self.adapter_fingerprint or self.fingerprint
 
 
 def assemble(config: LlamaConfig, dtype: jnp.dtype, source: Source) -> Llama:

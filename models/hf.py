@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
 
-from lazyattn_jax.models.checkpoint import Tensor, assemble
+from lazyattn_jax.models.checkpoint import LoadedModel, Tensor, assemble, tensors
 from lazyattn_jax.models.config import LlamaConfig, read_json
 from lazyattn_jax.models.llama import Llama
 
@@ -101,3 +104,25 @@ def load_weights(folder: Path, config: LlamaConfig, dtype: jnp.dtype) -> Llama:
       ValueError: see ``SafetensorsSource`` and ``checkpoint.assemble``.
     """
     return assemble(config, dtype, SafetensorsSource(folder))
+
+
+def save_folder(loaded: LoadedModel, folder: Path) -> None:
+    """Writes a folder with one safetensors file that ``load_model`` and transformers read.
+
+    Raises:
+      ValueError: the folder exists already.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; models are not overwritten")
+    folder.mkdir(parents=True)
+    flat = {
+        ".".join(map(str, path)): param[...]
+        for path, param in nnx.to_flat_state(nnx.state(loaded.model))
+    }
+    values = {
+        t.hf: flat[t.param].T if t.transpose else flat[t.param] for t in tensors(loaded.config)
+    }
+    save_file(values, folder / _SINGLE, {"format": "pt"})
+    config = loaded.config.to_hf() | {"dtype": str(loaded.model.embed.embedding.dtype)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    loaded.tokenizer.save(folder)

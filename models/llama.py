@@ -8,12 +8,12 @@ and the cache for the next step. The engine passes attention over its pool, trai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.kernels.rotary import rotate
 from lazyattn_jax.models.config import LlamaConfig
@@ -25,10 +25,32 @@ Attend = Callable[
 ]
 
 
-def _linear(
-    size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
+class Linear(nnx.Linear):
+    """A linear layer, with a low-rank update (LoRA, arXiv 2106.09685) if it is given one.
+
+    ``lora_a`` [in rank] and ``lora_b`` [rank out] are none, or what ``lora.add_adapter`` sets.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lora_a: nnx.Param | None = nnx.data(None)
+        self.lora_b: nnx.Param | None = nnx.data(None)
+
+    def __call__(
+        self, x: Float[Array, "*T I"], adapted: Bool[Array, "*T"] | None = None
+    ) -> Float[Array, "*T O"]:
+        """Rows through the layer; the update goes to the rows that are ``adapted``, or to all."""
+        out = super().__call__(x)
+        if self.lora_a is None or self.lora_b is None:
+            return out
+        low = x @ self.lora_a[...]
+        if adapted is not None:
+            low = jnp.where(adapted[..., None], low, 0)
+        return out + low @ self.lora_b[...]
+
+
+def _linear(size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
+    return Linear(
         size_in,
         size_out,
         use_bias=bias,
@@ -57,13 +79,15 @@ class Attention(nnx.Module):
         sin: Float[Array, "*T H//2"],
         cache: Cache,
         attend: Attend[Cache],
+        adapted: Bool[Array, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T D"], Cache]:
         """Attention block output and the layer's cache with the new tokens in it."""
         q, k, v = (
-            proj(x).reshape(*x.shape[:-1], -1, self.head_dim) for proj in (self.q, self.k, self.v)
+            proj(x, adapted).reshape(*x.shape[:-1], -1, self.head_dim)
+            for proj in (self.q, self.k, self.v)
         )
         out, cache = attend(cache, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o(out.reshape(*x.shape[:-1], -1)), cache
+        return self.o(out.reshape(*x.shape[:-1], -1), adapted), cache
 
 
 class MLP(nnx.Module):
@@ -75,9 +99,11 @@ class MLP(nnx.Module):
         self.up = _linear(d, f, bias=bias, dtype=dtype, rngs=rngs)
         self.down = _linear(f, d, bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+    def __call__(
+        self, x: Float[Array, "*T D"], adapted: Bool[Array, "*T"] | None = None
+    ) -> Float[Array, "*T D"]:
         """Position-wise, so it knows nothing of requests."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(jax.nn.silu(self.gate(x, adapted)) * self.up(x, adapted), adapted)
 
 
 class Layer(nnx.Module):
@@ -96,11 +122,12 @@ class Layer(nnx.Module):
         sin: Float[Array, "*T H//2"],
         cache: Cache,
         attend: Attend[Cache],
+        adapted: Bool[Array, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T D"], Cache]:
         """The residual stream after this layer, and the layer's cache."""
-        out, cache = self.attention(self.attention_norm(x), cos, sin, cache, attend)
+        out, cache = self.attention(self.attention_norm(x), cos, sin, cache, attend, adapted)
         x = x + out
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x), adapted), cache
 
 
 class Llama(nnx.Module):
@@ -132,6 +159,7 @@ class Llama(nnx.Module):
         sin: Float[Array, "*T H//2"],
         caches: Sequence[Cache],
         attend: Attend[Cache],
+        adapted: Bool[Array, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T D"], list[Cache]]:
         """Final hidden states (normalised), and every layer's cache.
 
@@ -141,11 +169,12 @@ class Llama(nnx.Module):
           sin: sines of the same.
           caches: one per layer, handed to ``attend`` untouched.
           attend: attention of one layer; see the module's docstring.
+          adapted: which tokens an adapter is for, if the layers have one; all by default.
         """
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, cos, sin, cache, attend)
+            x, cache = layer(x, cos, sin, cache, attend, adapted)
             new_caches.append(cache)
         return self.norm(x), new_caches
 

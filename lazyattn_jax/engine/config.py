@@ -38,8 +38,9 @@ class EngineConfig:
         copies them into pages of each request, ``prefix`` reuses equal beginnings of prompts with
         full attention, ``none`` computes everything anew.
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
-        alone, ``full`` after all that precedes them: only where ``reuse`` is ``none``. With
-        ``reuse`` of ``prefix`` it is always full.
+        alone; ``auto`` is ``none`` where an adapter for such documents is loaded, else ``prefix``;
+        ``full`` after all that precedes them: only where ``reuse`` is ``none``. With ``reuse`` of
+        ``prefix`` it is always full.
       document_gap: positions left out between the prefix and a document.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
@@ -62,7 +63,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()
     max_documents: int = 256
     reuse: str = "lazy"
-    document_context: str = "prefix"
+    document_context: str = "auto"
     document_gap: int = 200
     eviction: str = "gdsf"
     share_reads: bool = True
@@ -73,9 +74,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.reuse not in MODES:
             raise ValueError(f"reuse is {self.reuse!r}, must be one of {', '.join(MODES)}")
-        if self.document_context not in ("prefix", "none", "full"):
+        if self.document_context not in ("auto", "prefix", "none", "full"):
             raise ValueError(
-                f"document_context is {self.document_context!r}, must be 'prefix', 'none' or 'full'"
+                f"document_context is {self.document_context!r}, must be 'auto', 'prefix', 'none' "
+                "or 'full'"
             )
         if self.document_context == "full" and self.reuse in ("lazy", "block"):
             raise ValueError(

@@ -84,7 +84,10 @@ class Engine:
             programs=programs,
         )
         self._reuse = config.reuse_mode
-        self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
+        context = config.document_context
+        if context == "auto":
+            context = "prefix" if loaded.adapter_fingerprint is None else "none"
+        self.context = DocumentContext(context == "prefix", config.document_gap)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         self._steps: deque[Step] = deque()  # started, but not read
         self._prefill_next = True
@@ -151,8 +154,9 @@ class Engine:
             prompt,
             page_size=self.limits.page_size,
             fingerprint=self.loaded.fingerprint,
+            adapter=self.loaded.adapter_fingerprint,
             salt=cache_salt,
-            context=self._context,
+            context=self.context,
             encode_only=encode_only,
         )
         if encode_only:

@@ -30,7 +30,8 @@ class Choices(NamedTuple):
 class StepInputs(NamedTuple):
     """Everything a step needs from the host.
 
-    A token below 0 is the one that its row's seat got last.
+    A token below 0 is the one that its row's seat got last. ``adapted`` says which tokens the
+    model's adapter is for; none if it has no adapter.
     """
 
     tokens: Int[Array, "T"]
@@ -39,13 +40,15 @@ class StepInputs(NamedTuple):
     slots: Slots
     turns: Turns
     works: Works
+    adapted: Bool[Array, "T"] | None
     choices: Choices
 
 
 def step_inputs(plan: StepPlan, choices: Choices) -> StepInputs:
     """The inputs of a planned step."""
     slots = Slots(plan.page, plan.offset)
-    return StepInputs(plan.tokens, plan.cos, plan.sin, slots, plan.turns, plan.works, choices)
+    tokens = plan.tokens, plan.cos, plan.sin, slots
+    return StepInputs(*tokens, plan.turns, plan.works, plan.adapted, choices)
 
 
 def make_choices(

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 
 from lazyattn_jax.engine.contexts import BatchContext, ContextTables
 from lazyattn_jax.engine.limits import Limits
@@ -32,7 +32,8 @@ class StepPlan(NamedTuple):
     """One step's tokens, where their KV goes, how they are rotated, and what they attend to.
 
     ``bucket`` is the padded number of tokens. Padding tokens are stored nowhere: their page is one
-    past the pool. Steps may share ``turns``, which cannot be written to.
+    past the pool. Steps may share ``turns``, which cannot be written to. ``adapted`` says which
+    tokens the model's adapter is for; none if it has no adapter.
     """
 
     bucket: int
@@ -43,6 +44,7 @@ class StepPlan(NamedTuple):
     offset: Int[np.ndarray, "T"]
     turns: Turns
     works: Works
+    adapted: Bool[np.ndarray, "T"] | None
 
 
 class Planner:
@@ -54,6 +56,7 @@ class Planner:
       inverse_frequencies: RoPE frequencies in radians per position.
       rope_factor: factor on rotated queries and keys (YaRN); turns are pure rotations without it.
       share: rows that see the same document do so together, so that it is read once for all.
+      adapter: whether the model has an adapter.
       check: check every plan's references before work lists are made of them.
     """
 
@@ -65,9 +68,11 @@ class Planner:
         rope_factor: float = 1.0,
         *,
         share: bool = True,
+        adapter: bool = False,
         check: bool = False,
     ) -> None:
         self.limits = limits
+        self._adapter = adapter
         self._check = check
         self._lists = lists
         self._rotations = Rotations(inverse_frequencies)
@@ -139,6 +144,7 @@ class Planner:
             _padded(offset, bucket),
             context.turns(capacity),
             works,
+            _padded(spans.adapted(), bucket).astype(bool) if self._adapter else None,
         )
 
 
@@ -163,6 +169,10 @@ class _Spans:
         """The tokens, or positions, row by row."""
         parts = [getattr(run, name)[start : start + count] for run, start, count in self._spans]
         return np.fromiter(chain.from_iterable(parts), np.int32)
+
+    def adapted(self) -> Bool[np.ndarray, "T"]:
+        """Which rows the adapter is for."""
+        return np.repeat([run.adapted for run in self.runs], self.count)
 
     def slots(self, page_size: int) -> tuple[Int[np.ndarray, "T"], Int[np.ndarray, "T"]]:
         """Page and offset that each row is stored at.

@@ -76,6 +76,7 @@ class Layout:
     """A prompt laid out: leading text, documents, and the stream of all text after the first one.
 
     A prompt without documents is all stream. Positions run on without gaps in reading order.
+    ``adapted`` says whether all of it is computed with the model's adapter.
     """
 
     root: bytes
@@ -86,6 +87,7 @@ class Layout:
     stream: tuple[int, ...]
     stream_positions: tuple[int, ...]
     num_tokens: int
+    adapted: bool
 
     @property
     def prefix_key(self) -> bytes | None:
@@ -117,6 +119,7 @@ def lay_out(
     fingerprint: bytes,
     salt: str,
     context: DocumentContext,
+    adapter: bytes | None = None,
     encode_only: bool = False,
 ) -> Layout:
     """Finds every piece's place and key.
@@ -127,13 +130,16 @@ def lay_out(
       fingerprint: identifies the model.
       salt: separates the segments of users who must not share.
       context: what documents are encoded after.
+      adapter: identifies the model with its adapter, if it has one: what has documents that are
+        encoded alone is computed with it, and shares nothing with the rest.
       encode_only: the prompt is there to have its documents encoded: no text need follow them.
 
     Raises:
       RequestError: the prompt is empty, ends with a document, or has an empty document.
     """
-    root = root_key(fingerprint, salt)
     first_document = next((i for i, p in enumerate(prompt) if isinstance(p, DocumentPiece)), None)
+    adapted = adapter is not None and first_document is not None and not context.prefix
+    root = root_key(adapter if adapter is not None and adapted else fingerprint, salt)
     leading = tuple(
         t
         for piece in prompt[: first_document or 0]
@@ -181,4 +187,5 @@ def lay_out(
         tuple(stream),
         tuple(positions),
         position,
+        adapted,
     )

@@ -77,6 +77,7 @@ class Runner:
             head_dim=loaded.config.head_dim,
             num_cores=getattr(device, "core_count", 0),
         )
+        self._adapter = loaded.adapter_fingerprint is not None
         frequencies = rope.inverse_frequencies(loaded.config.head_dim)
         self._planner = Planner(
             limits,
@@ -84,6 +85,7 @@ class Runner:
             frequencies,
             rope.attention_factor,
             share=share_reads,
+            adapter=self._adapter,
             check=check,
         )
         self._rotations = Rotations(frequencies)
@@ -213,5 +215,6 @@ class Runner:
             np.zeros(bucket, np.int32),
             Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
             self._lists.empty(prefill, bucket),
+            np.zeros(bucket, bool) if self._adapter else None,
         )
         return step_inputs(plan, self._choices(prefill, bucket, (), ()))

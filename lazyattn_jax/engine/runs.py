@@ -48,10 +48,18 @@ class TokenRun:
     published. ``computed`` counts the tokens whose KV is in the pool, or will be when the steps
     that have been started are done. The last ``pending`` tokens are not known yet: a step that has
     been started chooses them. ``pages`` holds C integers, so that a plan can take those of a whole
-    batch at once.
+    batch at once. ``adapted`` says whether the tokens are computed with the model's adapter.
     """
 
-    def __init__(self, tokens: Sequence[int], positions: Sequence[int], pending: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        pending: int = 0,
+        *,
+        adapted: bool = False,
+    ) -> None:
+        self.adapted = adapted
         self.tokens = list(tokens)
         self.positions = list(positions)
         self.pending = pending
@@ -184,7 +192,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * layout.num_tokens
-        self.run = TokenRun(layout.stream, layout.stream_positions)
+        self.run = TokenRun(layout.stream, layout.stream_positions, adapted=layout.adapted)
         self.stream_keys: list[bytes] = []
         self.pending: list[EncodeJob] = []
         self.leading_pins: list[Segment] = []
@@ -218,7 +226,8 @@ class Request:
 
     def reset(self) -> None:
         """Forgets what was computed; tokens stay, so a preempted request resumes where it was."""
-        self.run = TokenRun(self.run.tokens, self.run.positions, self.run.pending)
+        run = self.run
+        self.run = TokenRun(run.tokens, run.positions, run.pending, adapted=run.adapted)
         self.stream_keys = []
         self.pending, self.leading_pins, self.document_pins, self.stream_pins = [], [], [], []
         self.copy_pages = []

@@ -210,7 +210,7 @@ class Scheduler:
     ) -> None:
         layout = request.layout
         assert layout.prefix_key is not None
-        run = TokenRun(layout.leading, range(len(layout.leading)))
+        run = TokenRun(layout.leading, range(len(layout.leading)), adapted=layout.adapted)
         run.start_with(found, new_pages)
         job = EncodeJob(layout.prefix_key, run, page_keys=layout.leading_keys)
         job.pinned = found
@@ -219,8 +219,9 @@ class Scheduler:
     def _new_document_job(
         self, request: Request, document: PlacedDocument, pages: Sequence[int]
     ) -> None:
-        start = document.encoded_at
-        run = TokenRun(document.piece.tokens, range(start, start + len(document.piece.tokens)))
+        start, tokens = document.encoded_at, document.piece.tokens
+        positions = range(start, start + len(tokens))
+        run = TokenRun(tokens, positions, adapted=request.layout.adapted)
         run.start_with((), pages)
         prefix = request.layout.leading_keys if document.after_prefix else ()
         self.jobs[document.key] = EncodeJob(document.key, run, prefix_keys=prefix)

@@ -75,7 +75,7 @@ def step(
     if not prefill:
         own = jnp.minimum(seat, seats.token.shape[0] - 1)
         tokens = jnp.where(tokens < 0, seats.token[own], tokens)
-    hidden, pool = model(tokens, inputs.cos, inputs.sin, pool, attend)
+    hidden, pool = model(tokens, inputs.cos, inputs.sin, pool, attend, inputs.adapted)
     logits = model.logits(hidden[choices.sampled])
     token = sample(adjust(logits, seats, choices.adjustments), choices.sampling)
     wanted = partial(logprobs_of, best=min(MAX_LOGPROBS, logits.shape[1]))

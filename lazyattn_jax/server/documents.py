@@ -206,7 +206,7 @@ class Documents(Observer):
 
 def salt_root(engine: Engine, salt: str | None) -> bytes:
     """The key that all segments of one salt descend from."""
-    return root_key(engine.loaded.fingerprint, salt or "")
+    return root_key(engine.loaded.document_fingerprint, salt or "")
 
 
 def _segments(engine: Engine) -> dict[bytes, Segment]:
