@@ -99,6 +99,7 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        context: DocumentContext | None = None,
         encode_only: bool = False,
         timeout: float | None = None,
         leader: Request | None = None,
@@ -110,6 +111,7 @@ class Engine:
           params: sampling parameters.
           request_id: a name that no unfinished request has; made up by default.
           cache_salt: requests share segments only with requests of the same salt.
+          context: what its documents are encoded after; by default as ``EngineConfig`` says.
           encode_only: only see to it that the prompt's documents are in the pool.
           timeout: seconds after which the request ends with the reason ``timeout``.
           leader: a request of the same prompt and salt; this one waits until its prompt has been
@@ -131,7 +133,7 @@ class Engine:
             page_size=self.limits.page_size,
             fingerprint=self.loaded.fingerprint,
             salt=cache_salt,
-            context=self._context,
+            context=context or self._context,
             encode_only=encode_only,
         )
         if encode_only:
