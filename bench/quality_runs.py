@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lazyattn_jax.bench.question_sets import QuestionSet
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, Prompt
+from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, Prompt, RequestError
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import chat_prompt, text_prompt
@@ -23,8 +23,8 @@ FULL = "full"
 SYSTEM = "You answer questions using the documents. Answer with a short phrase."
 INSTRUCTION = "Answer with a few words from the documents."
 
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {"gap": ("gap", int)}
-"""Options of a mode: the field of ``DocumentContext`` that each sets, and how it is read."""
+_OPTIONS: dict[str, Callable[[str], Any]] = {"gap": int, "repair": int, "temperature": float}
+"""Options of a mode, which are fields of ``DocumentContext``, and how they are read."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,17 @@ class Mode:
                     f"mode {text!r} has the option {name!r}; prefix and none have "
                     f"{', '.join(_OPTIONS)}, full has none"
                 )
-            field, read = _OPTIONS[name]
             try:
-                fields[field] = read(value)
+                fields[name] = _OPTIONS[name](value)
             except ValueError:
                 raise argparse.ArgumentTypeError(
                     f"mode {text!r}: {name} is {value!r}, must be a number"
                 ) from None
-        return cls(text, None if kind == FULL else DocumentContext(kind == "prefix", **fields))
+        try:
+            context = DocumentContext(kind == "prefix", **fields)
+        except RequestError as error:
+            raise argparse.ArgumentTypeError(f"mode {text!r}: {error}") from None
+        return cls(text, None if kind == FULL else context)
 
 
 @dataclass(frozen=True)

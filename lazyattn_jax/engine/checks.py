@@ -54,7 +54,7 @@ def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> in
             f"max_tokens is {wanted}, the prompt of {prompt} tokens leaves {context_room} of "
             f"the context of {limits.max_model_len} (max_model_len)",
         )
-    distinct = {d.key: d for d in layout.documents}.values()
+    distinct = {d.key: d for d in layout.reused}.values()
     fixed = len(layout.leading_keys)
     fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
     pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.engine.request import DocumentContext
 from lazyattn_jax.models.config import LlamaConfig
 
 GIB = 1 << 30
@@ -33,6 +34,9 @@ class EngineConfig:
       document_context: ``prefix`` encodes documents after the request's leading text, ``none``
         alone.
       document_gap: positions left out between the prefix and a document.
+      document_repair: first tokens of every document, rounded up to whole pages, that are computed
+        in the request's context and not reused.
+      document_temperature: scores of text against documents are divided by it.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
       attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
@@ -51,6 +55,8 @@ class EngineConfig:
     max_documents: int = 256
     document_context: str = "prefix"
     document_gap: int = 200
+    document_repair: int = 0
+    document_temperature: float = 1.0
     eviction: str = "gdsf"
     attention: str = "auto"
     dtype: str = "auto"
@@ -61,14 +67,23 @@ class EngineConfig:
             raise ValueError(
                 f"document_context is {self.document_context!r}, must be 'prefix' or 'none'"
             )
-        if self.document_gap < 0:
-            raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")
+        _ = self.context  # checks its values
         if self.eviction not in POLICIES:
             raise ValueError(f"eviction is {self.eviction!r}, must be one of {', '.join(POLICIES)}")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ValueError(
                 f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"
             )
+
+    @property
+    def context(self) -> DocumentContext:
+        """How documents are treated where a request does not say."""
+        return DocumentContext(
+            self.document_context == "prefix",
+            self.document_gap,
+            self.document_repair,
+            self.document_temperature,
+        )
 
     def resolve_dtype(self) -> jnp.dtype:
         """The dtype to load the model in."""

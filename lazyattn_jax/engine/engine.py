@@ -78,7 +78,6 @@ class Engine:
             end_tokens=len(self._end_tokens),
             check=config.check_invariants,
         )
-        self._context = DocumentContext(config.document_context == "prefix", config.document_gap)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         self._steps: deque[Step] = deque()  # started, but not read
         self._prefill_next = True
@@ -133,7 +132,7 @@ class Engine:
             page_size=self.limits.page_size,
             fingerprint=self.loaded.fingerprint,
             salt=cache_salt,
-            context=context or self._context,
+            context=context or self.config.context,
             encode_only=encode_only,
         )
         if encode_only:
@@ -221,7 +220,7 @@ class Engine:
         for chunk in chunks:
             if isinstance(chunk.owner, Request) and chunk.owner.prompt_logprobs is not None:
                 layout = chunk.owner.layout
-                after_documents = {d.insert_at for d in layout.documents}
+                after_documents = {d.insert_at for d in layout.reused}
                 for at in range(chunk.start + 1, chunk.start + chunk.count + 1):
                     if at < len(layout.stream) and at not in after_documents:
                         rows.append(first_row + at - 1 - chunk.start)
