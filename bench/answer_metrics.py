@@ -16,7 +16,7 @@ from jaxtyping import Float
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NORMAL_95 = 1.959963984540054
-_RESAMPLES = 10_000
+_RESAMPLES = 2000
 
 
 class Interval(NamedTuple):

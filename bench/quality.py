@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -212,18 +213,18 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
-    table.add_column("mode", no_wrap=True)
-    names = ["match, %", "to full", "F1, %", "to full", "computed", "first token"]
+    table.box = box.SIMPLE_HEAD
+    table.add_column("mode", overflow="fold")
+    names = ["match, %", "to full", "F1, %", "tokens", "first token"]
     if rows[0]["orders"] > 1:
-        names.insert(2, "over orders")
+        names.insert(2, "orders")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         cells = [
-            _shown(row["match"], 1, 100),
-            _shown(row.get("match_difference"), 1, 100),
-            _shown(row["f1"], 1, 100),
-            _shown(row.get("f1_difference"), 1, 100),
+            _shown(row["match"]),
+            _shown(row.get("match_difference")),
+            _shown(row["f1"]),
             f"{row['computed_tokens']:.0f}\n[dim]of {row['prompt_tokens']:.0f}[/dim]",
             f"{row['first_token_ms']:.0f} ms",
         ]
@@ -234,13 +235,15 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 _CAPTION = (
-    "Below each mean its 95 % interval. Computed: prompt tokens that a request computes when its "
-    "documents are in the pool, and the time to its first token when it is alone."
+    "Below each mean its 95 % interval. Orders: standard deviation of match over orders of the "
+    "documents. Tokens: of the prompt that are computed when the documents are in the pool, and "
+    "the time to the first token then, of a request that is alone."
 )
 
 
-def _shown(interval: Interval | None, digits: int, factor: int = 1) -> str:
+def _shown(interval: Interval | None) -> str:
+    """A share as a percentage."""
     if interval is None:
         return ""
-    mean, low, high = (f"{factor * x:.{digits}f}" for x in interval)
-    return f"{mean}\n[dim]{low} to {high}[/dim]"
+    mean, low, high = (f"{100 * x:.1f}" for x in interval)
+    return f"{mean}\n[dim]{low}, {high}[/dim]"
