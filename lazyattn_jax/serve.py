@@ -24,6 +24,7 @@ from rich.table import Table
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.engine.request import DocumentContext
 from lazyattn_jax.kernels.api import Implementation
 from lazyattn_jax.llm import keep_compiled, start_engine
 from lazyattn_jax.models.load import EMBEDDED, load_model
@@ -190,6 +191,22 @@ def _add_engine_options(group: argparse._ArgumentGroup, defaults: EngineConfig) 
         help="positions left out between that text and a document (default: %(default)s)",
     )
     add(
+        "--document-repair",
+        type=int,
+        metavar="TOKENS",
+        default=defaults.document_repair,
+        help="first tokens of every document, rounded up to whole pages, that each request "
+        "computes itself, after all that precedes them (default: %(default)s)",
+    )
+    add(
+        "--document-temperature",
+        type=float,
+        metavar="T",
+        default=defaults.document_temperature,
+        help="scores of text against documents are divided by it: below 1 text looks more sharply "
+        "at documents (default: %(default)s)",
+    )
+    add(
         "--eviction",
         choices=tuple(POLICIES),
         default=defaults.eviction,
@@ -331,9 +348,7 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "prefill": f"{', '.join(map(str, limits.prefill_buckets))} tokens a step",
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
-        "documents": f"encoded after the leading text, gap {config.document_gap}"
-        if config.document_context == "prefix"
-        else "encoded alone",
+        "documents": _documents(config.context),
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -342,6 +357,17 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _documents(context: DocumentContext) -> str:
+    text = (
+        f"encoded after the leading text, gap {context.gap}" if context.prefix else "encoded alone"
+    )
+    if context.repair:
+        text += f", the first {context.repair} tokens computed in each request"
+    if context.temperature != 1:
+        text += f", temperature {context.temperature}"
+    return text
 
 
 def _count(number: int) -> str:

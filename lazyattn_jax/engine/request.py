@@ -32,6 +32,9 @@ Prompt = Sequence[Sequence[int] | DocumentPiece]
 """A prompt in reading order: runs of token ids, and documents between them."""
 
 
+MAX_GAP = 1_000_000
+"""Positions that can be left out: tables of rotations grow with the farthest position."""
+
 TEMPERATURES = 0.1, 10.0
 """The range of document temperatures."""
 
@@ -59,11 +62,14 @@ class DocumentContext:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("gap", "repair"):
-            if (value := getattr(self, name)) < 0:
-                raise RequestError(
-                    f"document_{name}", f"document_{name} is {value}, must be 0 or more"
-                )
+        if not 0 <= self.gap <= MAX_GAP:
+            raise RequestError(
+                "document_gap", f"document_gap is {self.gap}, must be 0 to {MAX_GAP}"
+            )
+        if self.repair < 0:
+            raise RequestError(
+                "document_repair", f"document_repair is {self.repair}, must be 0 or more"
+            )
         low, high = TEMPERATURES
         if not low <= self.temperature <= high:
             raise RequestError(

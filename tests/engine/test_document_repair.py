@@ -111,7 +111,8 @@ def test_documents_are_loaded_whole(make_engine):
     ("options", "message"),
     [
         ({"repair": -1}, "document_repair is -1, must be 0 or more"),
-        ({"gap": -1}, "document_gap is -1, must be 0 or more"),
+        ({"gap": -1}, "document_gap is -1, must be 0 to 1000000"),
+        ({"gap": 1_000_001}, "document_gap is 1000001, must be 0 to 1000000"),
         ({"temperature": 0.0}, "document_temperature is 0.0, must be 0.1 to 10"),
         ({"temperature": float("nan")}, "document_temperature is nan"),
     ],
