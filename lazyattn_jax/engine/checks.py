@@ -57,12 +57,15 @@ def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> in
     distinct = {d.key: d for d in layout.reused}.values()
     fixed = len(layout.leading_keys)
     fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
-    pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)
+    # What is repaired is there twice, and must not wait for pages that are kept.
+    pages = limits.num_pages - limits.max_kept_pages
+    pool_room = (pages - fixed) * limits.page_size - len(layout.stream)
     if pool_room < (wanted or least):
         needed = fixed + limits.pages_for(len(layout.stream) + (wanted or least))
         raise RequestError(
             "prompt",
             f"the prompt of {prompt} tokens with {wanted or least} tokens of output takes "
-            f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes)",
+            f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes), of which "
+            f"{limits.max_kept_pages} may be pinned",
         )
     return wanted or min(context_room, pool_room)

@@ -107,6 +107,15 @@ def test_documents_are_loaded_whole(make_engine):
     assert_matches_oracle(engine, request, PROMPT, repair=8)
 
 
+def test_what_is_there_twice_leaves_room_for_pinned_documents(make_engine):
+    """60 pages of document, 59 of them again: more than pinned documents may leave."""
+    engine = make_engine()
+    prompt = [text(1, 8), document(4, 480), text(2, 8)]
+    with pytest.raises(RequestError, match=r"takes 123 pages, .* has 200 .* 100 may be pinned"):
+        engine.add(prompt, GREEDY, context=DocumentContext(repair=472))
+    assert len(engine.run(prompt, context=DocumentContext(repair=480))[0].generated) == 12
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
