@@ -348,7 +348,7 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
         "prefill": f"{', '.join(map(str, limits.prefill_buckets))} tokens a step",
         "decode": f"{', '.join(map(str, limits.decode_buckets))} requests a step",
         "attention": config.attention,
-        "documents": _documents(config.context),
+        "documents": _documents(engine.context),
         "listening on": f"[bold]{url}/v1[/bold]",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

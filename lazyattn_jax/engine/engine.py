@@ -78,6 +78,7 @@ class Engine:
             end_tokens=len(self._end_tokens),
             check=config.check_invariants,
         )
+        self.context = config.context
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         self._steps: deque[Step] = deque()  # started, but not read
         self._prefill_next = True
@@ -132,7 +133,7 @@ class Engine:
             page_size=self.limits.page_size,
             fingerprint=self.loaded.fingerprint,
             salt=cache_salt,
-            context=context or self.config.context,
+            context=context or self.context,
             encode_only=encode_only,
         )
         if encode_only:

@@ -229,7 +229,7 @@ def _submissions(
       RequestError: it cannot be served.
     """
     params = [request.sampling(i) for i in range(request.choices)]
-    context, tokenizer = request.context(engine.config.context), engine.loaded.tokenizer
+    context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
         prompts = [chat_prompt(tokenizer, request.messages, documents)]

@@ -108,7 +108,7 @@ def _submissions(
     engine: Engine, documents: list[Document], request: LoadRequest
 ) -> list[Submission]:
     """A request for each document: together they may be more than a context holds."""
-    context, tokenizer = request.context(engine.config.context), engine.loaded.tokenizer
+    context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
     prompts = (
         text_prompt(tokenizer, "", [document])
         if request.messages is None and tokenizer.chat_template is None
