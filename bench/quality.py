@@ -64,7 +64,7 @@ def add_command(commands: Any) -> None:
     )
     add(
         "--modes",
-        type=lambda text: [Mode.parse(part) for part in text.split(",")],
+        type=parse_modes,
         default="full,prefix,none",
         help="full (full attention), prefix and none (what documents are encoded after), with "
         "options after colons, such as prefix:gap=600 (default: %(default)s)",
@@ -101,6 +101,18 @@ def add_command(commands: Any) -> None:
     add("--answers", type=Path, metavar="FILE", help="also write every answer as JSON lines")
     add("--output", type=Path, metavar="FILE", help="also write the results there as JSON")
     parser.set_defaults(run=run)
+
+
+def parse_modes(text: str) -> list[Mode]:
+    """Reads modes with commas between them.
+
+    Raises:
+      argparse.ArgumentTypeError: one cannot be read, or is there twice.
+    """
+    names = text.split(",")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has a mode twice")
+    return [Mode.parse(name) for name in names]
 
 
 def run(args: argparse.Namespace) -> None:

@@ -81,6 +81,7 @@ def test_modes():
     ("arguments", "message"),
     [
         (("--modes", "half"), "not full, prefix or none"),
+        (("--modes", "full,none,full"), "has a mode twice"),
         (("--modes", "full:gap=1"), "full has none"),
         (("--modes", "none:size=1"), "the option 'size'"),
         (("--modes", "prefix:gap=x"), "gap is 'x', must be a number"),
