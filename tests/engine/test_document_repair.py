@@ -32,6 +32,15 @@ def test_logits_are_the_oracles(make_engine, prefix, options):
             assert_matches_oracle(engine, request, PROMPT, prefix=prefix, **options)
 
 
+def test_a_document_that_need_not_be_turned_is_sharpened_too(make_engine):
+    """It stands where it was encoded."""
+    engine = make_engine()
+    prompt = [LAST, text(21, 9)]
+    request = engine.run(prompt, context=DocumentContext(False, temperature=0.7))[0]
+    assert request.layout.documents[0].delta == 0
+    assert_matches_oracle(engine, request, prompt, prefix=False, temperature=0.7)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_repair_of_everything_is_full_attention(make_engine, prefix):
     """Whole documents repaired: logits of the same tokens as plain text, and no document kept."""
