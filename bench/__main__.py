@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, figures, kernels, latency, reuse, scale, serve, steps
+from lazyattn_jax.bench import (
+    eviction,
+    figures,
+    kernels,
+    latency,
+    quality,
+    reuse,
+    scale,
+    serve,
+    steps,
+)
 
 
 def main() -> int:
@@ -20,6 +30,7 @@ def main() -> int:
     steps.add_command(commands)
     figures.add_command(commands)
     scale.add_command(commands)
+    quality.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

@@ -15,21 +15,25 @@ import jax
 
 def stamp() -> dict[str, str]:
     """Date, command, device, versions and commit of this run."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": "python -m lazyattn_jax.bench " + " ".join(sys.argv[1:]),
         "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
         "jax": jax.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": _commit() or "unknown",
     }
+
+
+def _commit() -> str:
+    """The commit this runs from; empty where there is no repository, or no git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

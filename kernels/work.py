@@ -114,7 +114,8 @@ class Turns(NamedTuple):
     """Rotations that take a query from its request position to a segment's own positions.
 
     Entry 0 is the identity. An entry for delta ``d`` holds the angles of ``-d``, computed in
-    float64 on the host: ``cos(d * f)`` and ``-sin(d * f)`` for the inverse frequencies ``f``.
+    float64 on the host: ``cos(d * f)`` and ``-sin(d * f)`` for the inverse frequencies ``f``. An
+    entry may be times a factor, which scales the scores of the queries that it turns.
     """
 
     cos: Float[Array, "U H//2"]

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import Prompt, RequestError
+from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.load import EMBEDDED, load_model
@@ -102,6 +102,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         documents: Sequence[Any] | None = None,
+        context: DocumentContext | None = None,
     ) -> list[Completion]:
         """Completes plain prompts, given as text or token ids.
 
@@ -110,6 +111,7 @@ class LLM:
           params: sampling parameters for all of them.
           documents: placed before each prompt: strings, ``Document`` or dictionaries with
             ``text`` and ``title``.
+          context: how documents are treated; by default as the options say.
 
         Raises:
           RequestError: a prompt or document that cannot be served; nothing is computed then.
@@ -117,7 +119,7 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         every: Sequence[Any] = [prompts] if single else prompts
         parsed = parse_documents(documents)
-        return self._run([text_prompt(self.tokenizer, p, parsed) for p in every], params)
+        return self._run([text_prompt(self.tokenizer, p, parsed) for p in every], params, context)
 
     def chat(
         self,
@@ -125,6 +127,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         documents: Sequence[Any] | None = None,
+        context: DocumentContext | None = None,
     ) -> list[Completion]:
         """Answers conversations; see ``prompt.chat_prompt`` for where documents stand.
 
@@ -132,6 +135,7 @@ class LLM:
           messages: one conversation or several; several are computed as one batch.
           params: sampling parameters for all of them.
           documents: given to each conversation.
+          context: how documents are treated; by default as the options say.
 
         Raises:
           RequestError: messages or documents that cannot be served; nothing is computed then.
@@ -139,7 +143,7 @@ class LLM:
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         every: Sequence[Any] = [messages] if single or not messages else messages
         parsed = parse_documents(documents)
-        return self._run([chat_prompt(self.tokenizer, m, parsed) for m in every], params)
+        return self._run([chat_prompt(self.tokenizer, m, parsed) for m in every], params, context)
 
     def stream_chat(
         self,
@@ -147,6 +151,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         documents: Sequence[Any] | None = None,
+        context: DocumentContext | None = None,
     ) -> Iterator[Output]:
         """Answers one conversation, piece by piece; the last piece has a finish reason.
 
@@ -156,7 +161,7 @@ class LLM:
           RequestError: as ``chat``.
         """
         prompt = chat_prompt(self.tokenizer, messages, parse_documents(documents))
-        request = self.engine.add(prompt, params or SamplingParams())
+        request = self.engine.add(prompt, params or SamplingParams(), context=context)
         try:
             while self.engine.has_work:
                 yield from (o for o in self.engine.step() if o.request is request)
@@ -164,7 +169,11 @@ class LLM:
             self.engine.abort(request.id)
 
     def cache_documents(
-        self, documents: Sequence[Any], *, messages: Messages | None = None
+        self,
+        documents: Sequence[Any],
+        *,
+        messages: Messages | None = None,
+        context: DocumentContext | None = None,
     ) -> Usage:
         """Computes documents' KV ahead of requests.
 
@@ -173,6 +182,7 @@ class LLM:
           messages: with document context ``prefix`` documents are encoded after the leading text of
             the requests that use them: messages with the same system text. Plain prompts (none
             given) lead with at most the begin-of-text token.
+          context: that of the requests that use them; by default as the options say.
 
         Returns:
           What had to be computed, and what was there already.
@@ -187,15 +197,22 @@ class LLM:
             prompt = text_prompt(self.tokenizer, "", parsed)
         else:
             prompt = chat_prompt(self.tokenizer, messages, parsed)
-        request = self.engine.add(prompt, SamplingParams(), encode_only=True)
+        request = self.engine.add(prompt, SamplingParams(), context=context, encode_only=True)
         self._drain([request])
         return Usage.of(request)
 
-    def _run(self, prompts: Sequence[Prompt], params: SamplingParams | None) -> list[Completion]:
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None,
+        context: DocumentContext | None,
+    ) -> list[Completion]:
         requests: list[Request] = []
         try:
             for prompt in prompts:
-                requests.append(self.engine.add(prompt, params or SamplingParams()))
+                requests.append(
+                    self.engine.add(prompt, params or SamplingParams(), context=context)
+                )
             return self._drain(requests)
         finally:
             for request in requests:
@@ -263,4 +280,4 @@ def keep_compiled(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-__all__ = ["LLM", "Completion", "Document", "DocumentUsage", "Usage"]
+__all__ = ["LLM", "Completion", "Document", "DocumentContext", "DocumentUsage", "Usage"]

@@ -105,6 +105,22 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="positions left out between that text and a document (default: %(default)s)",
     )
     add(
+        "--document-repair",
+        type=int,
+        metavar="TOKENS",
+        default=defaults.document_repair,
+        help="first tokens of every document, rounded up to whole pages, that each request "
+        "computes itself, after all that precedes them (default: %(default)s)",
+    )
+    add(
+        "--document-temperature",
+        type=float,
+        metavar="T",
+        default=defaults.document_temperature,
+        help="scores of text against documents are divided by it: below 1 text looks more sharply "
+        "at documents (default: %(default)s)",
+    )
+    add(
         "--eviction",
         choices=tuple(POLICIES),
         default=defaults.eviction,

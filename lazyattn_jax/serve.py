@@ -257,11 +257,17 @@ def _summary(engine: Engine, name: str, url: str) -> Table:
 
 
 def _documents(engine: Engine) -> str:
+    context = engine.context
     if not engine.config.reuse_mode.independent:
         return "text like any other"
-    if engine.context.prefix:
-        return f"encoded after the leading text, gap {engine.context.gap}"
-    return "encoded alone"
+    text = (
+        f"encoded after the leading text, gap {context.gap}" if context.prefix else "encoded alone"
+    )
+    if context.repair:
+        text += f", the first {context.repair} tokens computed in each request"
+    if context.temperature != 1:
+        text += f", temperature {context.temperature}"
+    return text
 
 
 def _count(number: int) -> str:

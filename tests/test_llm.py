@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lazyattn_jax import LLM, Document, SamplingParams
+from lazyattn_jax import LLM, Document, DocumentContext, SamplingParams
 from lazyattn_jax.engine.request import RequestError
+from lazyattn_jax.llm import Usage
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 DOCUMENTS = [Document("The moss is green.", title="Moss"), "Tin melts at 232 degrees."]
@@ -40,6 +41,23 @@ def test_one_prompt_and_several_and_token_ids_agree(llm):
     assert both[0].text == llm.tokenizer.decode(both[0].token_ids)
     assert both[0].finish_reason == "length"
     assert both[0].time_to_first_token > 0
+
+
+def test_a_call_says_how_documents_are_treated(llm):
+    """Ahead of a call with a gap of its own; and repaired, which leaves nothing to be found."""
+    context = DocumentContext(gap=7)
+    llm.cache_documents(DOCUMENTS, messages=CHAT, context=context)
+    usage = llm.chat(CHAT, GREEDY, documents=DOCUMENTS, context=context)[0].usage
+    assert all(d.cached_tokens == d.tokens for d in usage.documents)
+    context = DocumentContext(gap=7, repair=1000)
+    for usage in (
+        llm.chat(CHAT, GREEDY, documents=DOCUMENTS, context=context)[0].usage,
+        llm.generate("Why?", GREEDY, documents=DOCUMENTS, context=context)[0].usage,
+        Usage.of(
+            list(llm.stream_chat(CHAT, GREEDY, documents=DOCUMENTS, context=context))[-1].request
+        ),
+    ):
+        assert [d.cached_tokens for d in usage.documents] == [0] * len(DOCUMENTS)
 
 
 def test_usage_names_documents_and_counts_reuse(llm):

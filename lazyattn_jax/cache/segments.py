@@ -6,7 +6,7 @@ A segment's key says everything its KV depends on, so equal keys mean equal KV:
 * a **document** (independent segment): root, the key of the prefix it was encoded after (or none),
   the gap, its tokens;
 * a **page of text** (contextual segment): the key of all text before it, its tokens, and the keys
-  of the documents that stand between them.
+  of the documents that stand between them, with how they are seen.
 
 Keys are SHA-256 over an unambiguous encoding; two users' contents never share a key by accident.
 """
@@ -31,6 +31,11 @@ def root_key(fingerprint: bytes, salt: str) -> bytes:
 def document_key(root: bytes, prefix: bytes | None, gap: int, tokens: Sequence[int]) -> bytes:
     """Key of a document encoded after a prefix (its last page's key) and a gap, or alone."""
     return _digest(b"document", root, prefix or b"", str(gap).encode(), _token_bytes(tokens))
+
+
+def seen_key(document: bytes, skipped: int, temperature: float) -> bytes:
+    """Key of what text sees of a document: all but its first tokens, at some temperature."""
+    return _digest(b"seen", document, str(skipped).encode(), repr(temperature).encode())
 
 
 def page_key(previous: bytes, content: Iterable[Sequence[int] | bytes]) -> bytes:

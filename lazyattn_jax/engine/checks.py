@@ -54,16 +54,19 @@ def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> in
             f"max_tokens is {wanted}, the prompt of {prompt} tokens leaves {context_room} of "
             f"the context of {limits.max_model_len} (max_model_len)",
         )
-    distinct = {d.key: d for d in layout.documents}.values()
+    distinct = {d.key: d for d in layout.reused}.values()
     fixed = len(layout.leading_keys)
     fixed += sum(limits.pages_for(len(d.piece.tokens)) for d in distinct)
     fixed += limits.copied_pages(layout)
-    pool_room = (limits.num_pages - fixed) * limits.page_size - len(layout.stream)
+    # What is repaired is there twice, and must not wait for pages that are kept.
+    pages = limits.num_pages - limits.max_kept_pages
+    pool_room = (pages - fixed) * limits.page_size - len(layout.stream)
     if pool_room < (wanted or least):
         needed = fixed + limits.pages_for(len(layout.stream) + (wanted or least))
         raise RequestError(
             "prompt",
             f"the prompt of {prompt} tokens with {wanted or least} tokens of output takes "
-            f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes)",
+            f"{needed} pages, the whole pool has {limits.num_pages} (kv_pool_bytes), of which "
+            f"{limits.max_kept_pages} may be pinned",
         )
     return wanted or min(context_room, pool_room)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
 from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.engine.request import DocumentContext
 from lazyattn_jax.engine.reuse import MODES, Reuse
 from lazyattn_jax.models.config import LlamaConfig
 
@@ -42,6 +43,9 @@ class EngineConfig:
         ``full`` after all that precedes them: only where ``reuse`` is ``none``. With ``reuse`` of
         ``prefix`` it is always full.
       document_gap: positions left out between the prefix and a document.
+      document_repair: first tokens of every document, rounded up to whole pages, that are computed
+        in the request's context and not reused.
+      document_temperature: scores of text against documents are divided by it.
       eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
         those that bring least for their pages) or ``lru`` (the least recently used).
       share_reads: a decode step reads a document once for all requests that hold it; without, once
@@ -65,6 +69,8 @@ class EngineConfig:
     reuse: str = "lazy"
     document_context: str = "auto"
     document_gap: int = 200
+    document_repair: int = 0
+    document_temperature: float = 1.0
     eviction: str = "gdsf"
     share_reads: bool = True
     attention: str = "auto"
@@ -84,8 +90,7 @@ class EngineConfig:
                 f"document_context is 'full', reuse {self.reuse!r} needs 'prefix' or 'none': a "
                 "document that has seen what precedes it is of no use to other requests"
             )
-        if self.document_gap < 0:
-            raise ValueError(f"document_gap is {self.document_gap}, must be 0 or more")
+        _ = self.context  # checks its values
         if self.eviction not in POLICIES:
             raise ValueError(f"eviction is {self.eviction!r}, must be one of {', '.join(POLICIES)}")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
@@ -98,6 +103,16 @@ class EngineConfig:
         """What ``reuse`` and ``document_context`` come to."""
         mode = MODES[self.reuse]
         return replace(mode, independent=False) if self.document_context == "full" else mode
+
+    @property
+    def context(self) -> DocumentContext:
+        """How documents are treated where a request does not say, and no adapter is loaded."""
+        return DocumentContext(
+            self.document_context in ("auto", "prefix"),
+            self.document_gap,
+            self.document_repair,
+            self.document_temperature,
+        )
 
     def resolve_dtype(self) -> jnp.dtype:
         """The dtype to load the model in."""

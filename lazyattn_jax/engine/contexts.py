@@ -25,8 +25,8 @@ class _Context(NamedTuple):
     """The context of one run.
 
     Columns of ``table``: where the placement is inserted, its first entry in ``pages``, its tokens,
-    its last page, and its turn: 0 if it need not be turned, else its entry in ``cos`` and ``sin``
-    plus 1.
+    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``cos`` and
+    ``sin`` plus 1.
     """
 
     placements: tuple[Placement, ...]
@@ -46,7 +46,7 @@ class BatchContext:
     def __init__(
         self,
         contexts: Sequence[_Context],
-        last_pages: Int[np.ndarray, "P"],
+        marks: Int[np.ndarray, "P"],
         *,
         share: bool,
     ) -> None:
@@ -54,15 +54,15 @@ class BatchContext:
         self._turns: dict[int, Turns] = {}
         self.row = np.repeat(np.arange(len(contexts)), _lengths(c.table for c in contexts))
         table = np.concatenate([c.table for c in contexts])
-        self.insert_at, start, length, last_page, turn = table.T
+        self.insert_at, start, length, mark, turn = table.T
         turned = _lengths(c.cos for c in contexts)
         self.num_turns = 1 + int(turned.sum())
         self.turn = np.where(turn, turn + _starts(turned)[self.row], 0)
         start = start + _starts(_lengths(c.pages for c in contexts))[self.row]
         if not share:
-            last_page = np.arange(len(last_page))
-            last_pages = np.zeros(len(last_page), np.int64)
-        self.run, kept = _same(last_page, last_pages)
+            mark = np.arange(len(mark))
+            marks = np.zeros(len(mark), np.int64)
+        self.run, kept = _same(mark, marks)
         pages = np.concatenate([c.pages for c in contexts])
         self.runs = Runs(pages, start[kept], length[kept])
 
@@ -121,7 +121,7 @@ class ContextTables:
         self._share = share
         self._rotations = rotations
         self._known: WeakKeyDictionary[TokenRun, _Context] = WeakKeyDictionary()
-        self._last_pages = np.zeros(num_pages, np.int64)  # scratch of _same
+        self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
 
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
         """The contexts of some runs together."""
@@ -133,19 +133,21 @@ class ContextTables:
         ]
         if new:
             self._add(new)
-        return BatchContext([known[run] for run in runs], self._last_pages, share=self._share)
+        return BatchContext([known[run] for run in runs], self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = [placement for run in runs for placement in run.context]
-        delta, insert_at, length = (
+        delta, insert_at, length, mark = (
             np.fromiter(map(attrgetter(name), placements), np.int64)
-            for name in ("delta", "insert_at", "num_tokens")
+            for name in ("delta", "insert_at", "num_tokens", "mark")
         )
+        temperature = np.fromiter((p.temperature for p in placements), np.float32)
         page_lists = [placement.pages for placement in placements]
         num_pages = _lengths(page_lists)
         pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
-        turned = delta != 0
-        cos, sin = self._rotations.rows(-delta[turned])
+        turned = (delta != 0) | (temperature != 1)
+        # A query divided by the temperature has its scores divided: kernels need not know of it.
+        cos, sin = (x / temperature[turned, None] for x in self._rotations.rows(-delta[turned]))
         # Where the pages and turns of each placement begin, and what each run has of all three.
         page_at, turn_at = (np.cumsum(np.append(0, counts)) for counts in (num_pages, turned))
         at = np.cumsum([0, *(len(run.context) for run in runs)])
@@ -154,7 +156,7 @@ class ContextTables:
             insert_at,
             page_at[:-1] - page_at[first],
             length,
-            pages[page_at[1:] - 1],
+            mark,
             np.where(turned, turn_at[1:] - turn_at[first], 0),
         )
         table = np.stack(columns, axis=1)
@@ -166,15 +168,15 @@ class ContextTables:
 
 
 def _same(
-    last_page: Int[np.ndarray, "n"], scratch: Int[np.ndarray, "P"]
+    mark: Int[np.ndarray, "n"], scratch: Int[np.ndarray, "P"]
 ) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
-    """Numbers placements by their last page: the number of each, and which come first with theirs.
+    """Numbers placements by their marks: the number of each, and which come first with theirs.
 
     ``scratch`` has an entry for every page of the pool, in whatever state: no sorting needed.
     """
-    index = np.arange(len(last_page))
-    scratch[last_page[::-1]] = index[::-1]  # of equal pages the last one written, the first, stays
-    first = scratch[last_page]
+    index = np.arange(len(mark))
+    scratch[mark[::-1]] = index[::-1]  # of equal pages the last one written, the first, stays
+    first = scratch[mark]
     comes_first = first == index
     return (np.cumsum(comes_first) - 1)[first], comes_first
 

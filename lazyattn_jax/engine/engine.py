@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,10 +84,9 @@ class Engine:
             programs=programs,
         )
         self._reuse = config.reuse_mode
-        context = config.document_context
-        if context == "auto":
-            context = "prefix" if loaded.adapter_fingerprint is None else "none"
-        self.context = DocumentContext(context == "prefix", config.document_gap)
+        self.context = config.context
+        if config.document_context == "auto" and loaded.adapter_fingerprint is not None:
+            self.context = replace(self.context, prefix=False)
         self._streams: dict[str, tuple[Request, TextStream]] = {}
         self._steps: deque[Step] = deque()  # started, but not read
         self._prefill_next = True
@@ -113,6 +112,7 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        context: DocumentContext | None = None,
         encode_only: bool = False,
         timeout: float | None = None,
         leader: Request | None = None,
@@ -124,6 +124,7 @@ class Engine:
           params: sampling parameters.
           request_id: a name that no unfinished request has; made up by default.
           cache_salt: requests share segments only with requests of the same salt.
+          context: what its documents are encoded after; by default as ``EngineConfig`` says.
           encode_only: only see to it that the prompt's documents are in the pool.
           timeout: seconds after which the request ends with the reason ``timeout``.
           leader: a request of the same prompt and salt; this one waits until its prompt has been
@@ -156,7 +157,7 @@ class Engine:
             fingerprint=self.loaded.fingerprint,
             adapter=self.loaded.adapter_fingerprint,
             salt=cache_salt,
-            context=self.context,
+            context=context or self.context,
             encode_only=encode_only,
         )
         if encode_only:
@@ -246,7 +247,7 @@ class Engine:
         for chunk in chunks:
             if isinstance(chunk.owner, Request) and chunk.owner.prompt_logprobs is not None:
                 layout = chunk.owner.layout
-                after_documents = {d.insert_at for d in layout.documents}
+                after_documents = {d.insert_at for d in layout.reused}
                 for at in range(chunk.start + 1, chunk.start + chunk.count + 1):
                     if at < len(layout.stream) and at not in after_documents:
                         rows.append(first_row + at - 1 - chunk.start)

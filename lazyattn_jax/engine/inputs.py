@@ -107,7 +107,7 @@ def occupant(
     if request is not None:
         layout, biases = request.layout, request.params.logit_bias
         prompt += layout.leading + layout.stream
-        prompt += chain.from_iterable(d.piece.tokens for d in layout.documents)
+        prompt += chain.from_iterable(d.piece.tokens[d.repaired :] for d in layout.documents)
         seat, output, stops = request.seat, request.generated, sorted(request.stop_tokens)
     values = np.zeros(MAX_BIASES, np.float32)
     values[: len(biases)] = list(biases.values())

@@ -48,7 +48,7 @@ class Limits:
         """Pages that copies of a request's documents take."""
         if not self.copies_documents or not layout.stream:
             return 0
-        return sum(self.pages_for(len(d.piece.tokens)) for d in layout.documents)
+        return sum(self.pages_for(d.reused) for d in layout.reused)
 
     def items_for(self, pages: int) -> int:
         """Work items that one row block takes over a run of pages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lazyattn_jax.cache.segments import document_key, page_key, root_key
+from lazyattn_jax.cache.segments import document_key, page_key, root_key, seen_key
 
 
 class RequestError(ValueError):
@@ -32,6 +32,13 @@ Prompt = Sequence[Sequence[int] | DocumentPiece]
 """A prompt in reading order: runs of token ids, and documents between them."""
 
 
+MAX_GAP = 1_000_000
+"""Positions that can be left out: tables of rotations grow with the farthest position."""
+
+TEMPERATURES = 0.1, 10.0
+"""The range of document temperatures."""
+
+
 def as_text(prompt: Prompt) -> Prompt:
     """A prompt whose documents are text like any other."""
     return [p.tokens if isinstance(p, DocumentPiece) else p for p in prompt]
@@ -39,14 +46,41 @@ def as_text(prompt: Prompt) -> Prompt:
 
 @dataclass(frozen=True)
 class DocumentContext:
-    """What documents are encoded after: nothing, or the text before the first one and a gap.
+    """What documents are encoded after, and what is done about what they do not see.
 
-    ``gap`` positions are left out between that prefix and the document, so that the document sees
-    the prefix from afar, as most documents of a real prompt do.
+    Attributes:
+      prefix: they are encoded after the text before the first one, else after nothing.
+      gap: positions left out between that prefix and the document, so that the document sees the
+        prefix from afar, as most documents of a real prompt do.
+      repair: so many of the first tokens of every document, rounded up to whole pages, are text of
+        the request: computed after all that precedes them and not shared as a document (EPIC,
+        arXiv 2410.15332). The rest is attended to as it was encoded, and stays one copy for all.
+      temperature: scores of text against documents are divided by it (APE, arXiv 2502.05431).
+
+    Raises:
+      RequestError: a value out of range.
     """
 
     prefix: bool = True
     gap: int = 200
+    repair: int = 0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gap <= MAX_GAP:
+            raise RequestError(
+                "document_gap", f"document_gap is {self.gap}, must be 0 to {MAX_GAP}"
+            )
+        if self.repair < 0:
+            raise RequestError(
+                "document_repair", f"document_repair is {self.repair}, must be 0 or more"
+            )
+        low, high = TEMPERATURES
+        if not low <= self.temperature <= high:
+            raise RequestError(
+                "document_temperature",
+                f"document_temperature is {self.temperature}, must be {low} to {high}",
+            )
 
 
 @dataclass(frozen=True)
@@ -54,8 +88,9 @@ class PlacedDocument:
     """A document in one request.
 
     ``start`` is where its token 0 stands in the request, ``encoded_at`` the position its keys are
-    rotated at, ``insert_at`` the number of stream tokens that precede it, ``after_prefix`` whether
-    it was encoded after the leading text.
+    rotated at, ``insert_at`` the number of stream tokens that precede what is reused of it,
+    ``after_prefix`` whether it was encoded after the leading text. Its first ``repaired`` tokens
+    are in the stream, and none is reused if these are all.
     """
 
     key: bytes
@@ -64,6 +99,18 @@ class PlacedDocument:
     encoded_at: int
     insert_at: int
     after_prefix: bool
+    repaired: int = 0
+    temperature: float = 1.0
+
+    @property
+    def reused(self) -> int:
+        """Tokens that are attended to as they were encoded."""
+        return len(self.piece.tokens) - self.repaired
+
+    @property
+    def seen_key(self) -> bytes:
+        """Key of what text after it sees of its segment."""
+        return seen_key(self.key, self.repaired, self.temperature)
 
     @property
     def delta(self) -> int:
@@ -75,6 +122,7 @@ class PlacedDocument:
 class Layout:
     """A prompt laid out: leading text, documents, and the stream of all text after the first one.
 
+    What is repaired of a document is in the stream too.
     A prompt without documents is all stream. Positions run on without gaps in reading order.
     ``adapted`` says whether all of it is computed with the model's adapter.
     """
@@ -88,6 +136,11 @@ class Layout:
     stream_positions: tuple[int, ...]
     num_tokens: int
     adapted: bool
+
+    @property
+    def reused(self) -> tuple[PlacedDocument, ...]:
+        """The documents that are not repaired from beginning to end."""
+        return tuple(d for d in self.documents if d.reused)
 
     @property
     def prefix_key(self) -> bytes | None:
@@ -104,9 +157,9 @@ class Layout:
         """
         at, end = page * self.page_size, (page + 1) * self.page_size
         content: list[Sequence[int] | bytes] = []
-        for document in self.documents:
+        for document in self.reused:
             if at <= document.insert_at < end:
-                content += [tokens[at : document.insert_at], document.key]
+                content += [tokens[at : document.insert_at], document.seen_key]
                 at = document.insert_at
         content.append(tokens[at:end])
         return page_key(previous or self.prefix_key or self.root, content)
@@ -129,10 +182,11 @@ def lay_out(
       page_size: tokens a page.
       fingerprint: identifies the model.
       salt: separates the segments of users who must not share.
-      context: what documents are encoded after.
+      context: what documents are encoded after, and what of them is repaired.
       adapter: identifies the model with its adapter, if it has one: what has documents that are
         encoded alone is computed with it, and shares nothing with the rest.
-      encode_only: the prompt is there to have its documents encoded: no text need follow them.
+      encode_only: the prompt is there to have its documents encoded, and nothing repaired: no text
+        need follow them.
 
     Raises:
       RequestError: the prompt is empty, ends with a document, or has an empty document.
@@ -162,11 +216,24 @@ def lay_out(
                 raise RequestError(
                     "documents", f"document {piece.name or len(documents)!r} is empty"
                 )
-            key = document_key(root, prefix, gap, piece.tokens)
+            length = len(piece.tokens)
+            pages = 0 if encode_only else -(-context.repair // page_size)
+            repaired = min(pages * page_size, length)
+            stream += piece.tokens[:repaired]
+            positions += range(position, position + repaired)
             documents.append(
-                PlacedDocument(key, piece, position, encoded_at, len(stream), prefix is not None)
+                PlacedDocument(
+                    document_key(root, prefix, gap, piece.tokens),
+                    piece,
+                    position,
+                    encoded_at,
+                    len(stream),
+                    prefix is not None,
+                    repaired,
+                    context.temperature,
+                )
             )
-            position += len(piece.tokens)
+            position += length
         else:
             stream += piece
             positions += range(position, position + len(piece))

@@ -20,16 +20,27 @@ PENDING = -1
 
 @dataclass(frozen=True)
 class Placement:
-    """A finished segment (or leading text) as one run sees it.
+    """Finished leading text or a document, maybe without its first pages, as one run sees it.
 
-    Its tokens are seen, from ``delta`` back, by every token of the run from ``insert_at`` on. Its
-    last page says which tokens these are: no other document or leading text ends with that page.
+    Its tokens are seen, from ``delta`` back, by every token of the run from ``insert_at`` on, with
+    scores divided by ``temperature``.
     """
 
     pages: tuple[int, ...]
     num_tokens: int
     delta: int = 0
     insert_at: int = 0
+    temperature: float = 1.0
+    is_leading: bool = False
+
+    @property
+    def mark(self) -> int:
+        """The page that says which tokens these are.
+
+        Leading texts can begin alike, but no other one ends with that page; documents can end
+        alike, if they are one document with more or less of it repaired, but do not begin so.
+        """
+        return self.pages[-1 if self.is_leading else 0]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Scheduler:
         layout, index = request.layout, self.index
         leading = self._pin_chain(layout.leading_keys)
         leading_missing = len(leading) < len(layout.leading_keys)
-        distinct = list({d.key: d for d in layout.documents}.values())
+        distinct = list({d.key: d for d in layout.reused}.values())
         documents = {d.key: index.pin(d.key) for d in distinct}
         stream = self._pin_chain(self._stream_keys(request))
 
@@ -198,7 +198,7 @@ class Scheduler:
         seen: set[bytes] = set()
         for i, document in enumerate(request.layout.documents):
             if document.key not in new_documents or document.key in seen:
-                request.cached_document_tokens[i] = len(document.piece.tokens)
+                request.cached_document_tokens[i] = document.reused
             seen.add(document.key)
         text = sum(s.num_tokens for s in (*leading, *stream))
         request.cached_tokens = text + sum(request.cached_document_tokens)
@@ -395,8 +395,14 @@ class Scheduler:
             context.append(_leading_placement(request.leading_pins))
         by_key = {segment.key: segment for segment in request.document_pins}
         documents = [
-            Placement(by_key[d.key].pages, len(d.piece.tokens), d.delta, d.insert_at)
-            for d in layout.documents
+            Placement(
+                by_key[d.key].pages[d.repaired // self.limits.page_size :],
+                d.reused,
+                d.delta,
+                d.insert_at,
+                d.temperature,
+            )
+            for d in layout.reused
         ]
         if self.limits.copies_documents:
             documents = self._copied(request, documents)
@@ -493,9 +499,9 @@ def _goes_on(request: Request) -> bool:
 
 def _seen(request: Request) -> list[bytes]:
     """Keys of all that a request sees: of its documents it may have copies only."""
-    return [s.key for s in request.pins()] + [d.key for d in request.layout.documents]
+    return [s.key for s in request.pins()] + [d.key for d in request.layout.reused]
 
 
 def _leading_placement(segments: Sequence[Segment]) -> Placement:
     pages = tuple(page for s in segments for page in s.pages)
-    return Placement(pages, sum(s.num_tokens for s in segments))
+    return Placement(pages, sum(s.num_tokens for s in segments), is_leading=True)

@@ -20,7 +20,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from lazyattn_jax.engine.request import Prompt, RequestError
-from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
 from lazyattn_jax.server.async_engine import AsyncEngine
 from lazyattn_jax.server.documents import Documents, salt_root
@@ -175,7 +174,7 @@ class Api:
             root = salt_root(engine, parsed.cache_salt)
             documents = self._documents.resolve(parsed.documents, root)
             tokenizer = engine.loaded.tokenizer
-            submissions = await asyncio.to_thread(_submissions, parsed, documents, tokenizer)
+            submissions = await asyncio.to_thread(_submissions, parsed, documents, engine)
             chat = isinstance(parsed, ChatRequest)
             replies = Replies(
                 chat=chat,
@@ -222,7 +221,7 @@ class Api:
 
 
 def _submissions(
-    request: ChatRequest | CompletionRequest, documents: list[Document], tokenizer: Tokenizer
+    request: ChatRequest | CompletionRequest, documents: list[Document], engine: Engine
 ) -> list[Submission]:
     """All that a request asks for: every choice of the first prompt, then of the next.
 
@@ -230,6 +229,7 @@ def _submissions(
       RequestError: it cannot be served.
     """
     params = [request.sampling(i) for i in range(request.choices)]
+    context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
         prompts = [chat_prompt(tokenizer, request.messages, documents)]
@@ -237,7 +237,7 @@ def _submissions(
         prompts = [text_prompt(tokenizer, prompt, documents) for prompt in request.prompt]
     salt, shorten = request.cache_salt or "", request.asked_limit is None
     return [
-        Submission(prompt, p, salt, shorten, shares_prompt=i > 0, timeout=request.timeout)
+        Submission(prompt, p, salt, shorten, i > 0, request.timeout, context)
         for prompt in prompts
         for i, p in enumerate(params)
     ]

@@ -327,6 +327,7 @@ def _add_one(engine: Engine, name: str, submission: Submission, leader: Request 
         cache_salt=submission.cache_salt,
         timeout=submission.timeout,
         leader=leader,
+        context=submission.context,
         encode_only=submission.encode_only,
     )
     try:

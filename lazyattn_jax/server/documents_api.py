@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import RequestError
-from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import Document, chat_prompt, text_prompt
 from lazyattn_jax.server.async_engine import AsyncEngine
+from lazyattn_jax.server.context import ContextFields
 from lazyattn_jax.server.documents import Documents, salt_root
 from lazyattn_jax.server.errors import ApiError
 from lazyattn_jax.server.http import read_body, while_connected
@@ -25,7 +25,7 @@ from lazyattn_jax.server.protocol import parse_body
 NO_SYSTEM_TEXT = [{"role": "user", "content": ""}]
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(ContextFields):
     """POST /v1/documents. Null is the same as absent."""
 
     model_config = ConfigDict(strict=True)
@@ -80,9 +80,7 @@ class DocumentsApi:
             if not documents:
                 raise RequestError("documents", "no documents are given")
             await self._engine.call(lambda _: self._documents.check_room(documents, root))
-            submissions = await asyncio.to_thread(
-                _submissions, engine.loaded.tokenizer, documents, parsed
-            )
+            submissions = await asyncio.to_thread(_submissions, engine, documents, parsed)
             job = await self._engine.submit(f"documents-{uuid.uuid4().hex}", submissions)
         except RequestError as error:
             raise ApiError(400, str(error), param=error.param or None) from None
@@ -107,9 +105,10 @@ class DocumentsApi:
 
 
 def _submissions(
-    tokenizer: Tokenizer, documents: list[Document], request: LoadRequest
+    engine: Engine, documents: list[Document], request: LoadRequest
 ) -> list[Submission]:
     """A request for each document: together they may be more than a context holds."""
+    context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
     prompts = (
         text_prompt(tokenizer, "", [document])
         if request.messages is None and tokenizer.chat_template is None
@@ -117,7 +116,10 @@ def _submissions(
         for document in documents
     )
     salt, keep = request.cache_salt or "", bool(request.pinned)
-    return [Submission(p, cache_salt=salt, encode_only=True, keep=keep) for p in prompts]
+    return [
+        Submission(p, cache_salt=salt, context=context, encode_only=True, keep=keep)
+        for p in prompts
+    ]
 
 
 async def _finished(job: Job) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import Prompt
+from lazyattn_jax.engine.request import DocumentContext, Prompt
 from lazyattn_jax.engine.runs import TokenLogprobs
 from lazyattn_jax.llm import Usage
 
@@ -28,6 +28,7 @@ class Submission:
     shorten: bool = False
     shares_prompt: bool = False
     timeout: float | None = None
+    context: DocumentContext | None = None
     encode_only: bool = False
     keep: bool = False
 

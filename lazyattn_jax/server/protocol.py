@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from lazyattn_jax.engine.params import MAX_LOGPROBS
 from lazyattn_jax.engine.request import RequestError
+from lazyattn_jax.server.context import ContextFields
 from lazyattn_jax.server.sampling import SamplingFields
 
 MAX_N = 16
@@ -97,7 +98,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerateRequest(SamplingFields):
+class GenerateRequest(SamplingFields, ContextFields):
     """What completions and chat completions have in common. Null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="allow")

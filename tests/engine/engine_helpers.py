@@ -85,39 +85,52 @@ def text(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 500, length).tolist())
 
 
-def oracle_logits(loaded: LoadedModel, prompt, generated=(), *, prefix=True, gap=200):
+def oracle_logits(
+    loaded: LoadedModel, prompt, generated=(), *, prefix=True, gap=200, repair=0, temperature=1.0
+):
     """Logits of every token, computed at once, without a pool, segments or chunks.
 
     Where a token sees a document, the document's keys are turned to the place it stands at (as
-    Block-Attention does), not the queries back.
+    Block-Attention does), not the queries back. The first ``repair`` tokens of a document are there
+    twice: as text before it, and in the document, where only it sees them.
     """
     pieces = [*prompt, tuple(generated)]
     first = next((i for i, p in enumerate(pieces) if isinstance(p, DocumentPiece)), None)
     lead = sum(len(p) for p in pieces[: first or 0])
     encoded_at = (lead + gap) if prefix and lead else 0
-    tokens, positions, owner, shift = [], [], [], []
+    tokens, positions, owner, shift, hidden = [], [], [], [], []
     at = 0
     for i, piece in enumerate(pieces):
         is_document = isinstance(piece, DocumentPiece)
         piece_tokens = piece.tokens if is_document else piece
+        repaired = min(repair, len(piece_tokens)) if is_document else 0
+        tokens += piece_tokens[:repaired]
+        positions += range(at, at + repaired)
+        owner += [-1] * repaired
+        shift += [0] * repaired
+        hidden += [False] * repaired + [j < repaired for j in range(len(piece_tokens))]
         start = encoded_at if is_document else at
         tokens += piece_tokens
         positions += range(start, start + len(piece_tokens))
         owner += [i if is_document else -1] * len(piece_tokens)
         shift += [at - encoded_at if is_document else 0] * len(piece_tokens)
         at += len(piece_tokens)
-    owner, shift = np.array(owner), np.array(shift)
+    owner, shift, hidden = np.array(owner), np.array(shift), np.array(hidden)
     n = len(tokens)
     sees = np.tril(np.ones((n, n), bool))
     for row in range(n):
         if owner[row] >= 0:
             leading = (np.arange(n) < lead) & prefix
             sees[row] &= (owner == owner[row]) | leading
+        else:
+            sees[row] &= ~hidden
     config = loaded.config
     frequencies = config.rope.inverse_frequencies(config.head_dim)
     cos, sin = Rotations(frequencies).rows(np.array(positions))
     turn_cos, turn_sin = Rotations(frequencies).rows(shift)
     in_document = (owner[:, None] >= 0) & (owner[:, None] == owner[None, :])
+    of_text = (owner[:, None] < 0) & (owner[None, :] >= 0)
+    scale = np.where(of_text, np.float32(1 / temperature), np.float32(1))
 
     def attend(cache, q, k, v):
         group = q.shape[1] // k.shape[1]
@@ -126,7 +139,7 @@ def oracle_logits(loaded: LoadedModel, prompt, generated=(), *, prefix=True, gap
             jnp.einsum("ikgh,jkh->kgij", q.reshape(n, -1, group, q.shape[-1]), keys)
             for keys in (as_encoded, as_placed)
         ]
-        s = jnp.where(in_document[None, None], *scores) * q.shape[-1] ** -0.5
+        s = jnp.where(in_document[None, None], *scores) * scale[None, None] * q.shape[-1] ** -0.5
         s = jnp.where(sees[None, None], s, -jnp.inf)
         p = jnp.exp(s - s.max(-1, keepdims=True))
         p = p / p.sum(-1, keepdims=True)

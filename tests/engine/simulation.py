@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary, WeakSet
 
 from rich.progress import track
@@ -154,7 +154,7 @@ class Simulation:
             page_size=4,
             fingerprint=b"",
             salt=rng.choice(["", "s"]),
-            context=self.context,
+            context=replace(self.context, repair=rng.choice([0, 0, 3, 8])),
             encode_only=rng.random() < 0.05,
         )
         scored = 0 if rng.random() < 0.1 else None
@@ -281,7 +281,7 @@ class Simulation:
         if owner.page_keys:
             page = at // self.limits.page_size
             return owner.page_keys[page] in layout.leading_keys
-        return any(d.key == owner.key for d in layout.documents)
+        return any(d.key == owner.key and d.reused for d in layout.documents)
 
     def _seated(self, request: Request) -> None:
         """First come, first served, but for who was preempted or waited for another's prompt."""
@@ -330,12 +330,12 @@ class Simulation:
             before = leading if d.after_prefix else []
             return [(x, before + own[: i + 1]) for i, x in enumerate(own)]
         history, own, result, documents = tuple(layout.leading), [], [], []
-        waiting = list(layout.documents)
+        waiting = [d for d in layout.documents if d.repaired < len(d.piece.tokens)]
         for i, token in enumerate(self.device.tokens[owner]):
             while waiting and waiting[0].insert_at <= i:
                 d = waiting.pop(0)
-                documents += of_document(d)
-                history += (("document", d.key),)
+                documents += of_document(d)[d.repaired :]
+                history += (("document", d.key, d.repaired),)
             history += (token,)
             own.append(("text", layout.root, history))
             result.append((own[-1], leading + documents + own))

@@ -11,7 +11,7 @@ from engine_helpers import GREEDY, assert_matches_oracle, document, text
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.limits import Limits
-from lazyattn_jax.engine.request import RequestError, as_text
+from lazyattn_jax.engine.request import DocumentContext, RequestError, as_text
 
 SYSTEM, QUESTION = text(1, 13), text(2, 9)
 A, B, C = document(10, 17), document(11, 30), document(12, 8)
@@ -39,6 +39,20 @@ def test_block_gives_the_logits_of_lazy(make_engine, context):
         assert_matches_oracle(
             block, theirs, prompt, prefix=context == "prefix", gap=200 if context == "prefix" else 0
         )
+
+
+@pytest.mark.parametrize("options", [{"repair": 8}, {"repair": 16, "temperature": 0.7}])
+def test_block_copies_what_is_not_repaired(make_engine, options):
+    lazy, block = (make_engine(reuse=mode) for mode in ("lazy", "block"))
+    context = DocumentContext(**options)
+    for prompt in (PROMPT, REORDERED):
+        (ours,), (theirs,) = (engine.run(prompt, context=context) for engine in (lazy, block))
+        assert ours.generated == theirs.generated
+        assert ours.cached_document_tokens == theirs.cached_document_tokens
+        assert len(theirs.copy_pages) == sum(
+            block.limits.pages_for(d.reused) for d in theirs.layout.documents
+        )
+        assert_matches_oracle(block, theirs, prompt, **options)
 
 
 def test_block_copies_and_lets_the_cached_documents_go(make_engine):

@@ -19,6 +19,7 @@ class Case:
     k_pages: np.ndarray
     v_pages: np.ndarray
     deltas: np.ndarray
+    temperature: float
     turns: Turns
     references: References
     runs: Runs
@@ -60,6 +61,7 @@ class Case:
             angle = -float(self.deltas[turn]) * inverse_frequencies(q.shape[-1])
             z = (q[rows, :, :half] + 1j * q[rows, :, half:]) * np.exp(1j * angle)
             z = np.concatenate([z.real, z.imag], -1).reshape(num_rows, len(k), self.group, -1)
+            z /= self.temperature
             s = np.einsum("rkgh,knh->rkgn", z, k, optimize=True) * q.shape[-1] ** -0.5
             seen = np.arange(k.shape[1]) <= causal + np.arange(num_rows)[:, None]
             s = np.where(seen[:, None, None], s, -np.inf).reshape(num_rows, q.shape[1], -1)
@@ -89,8 +91,12 @@ def make_case(
     page_size: int = 64,
     dtype=jnp.bfloat16,
     largest_delta: int = 1_000_000,
+    temperature: float = 1.0,
 ) -> Case:
-    """References are (row, num_rows, run, causal), each with a turn of its own."""
+    """References are (row, num_rows, run, causal), each with a turn of its own.
+
+    Turns also divide by the temperature.
+    """
     rng = np.random.default_rng(seed)
     pages = [-(-n // page_size) for n in lengths]
     num_pages = sum(pages) + 2
@@ -111,7 +117,8 @@ def make_case(
         np.asarray(jnp.asarray(k_pages, dtype)),
         np.asarray(jnp.asarray(v_pages, dtype)),
         deltas,
-        Turns(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)),
+        temperature,
+        Turns(*((x / temperature).astype(np.float32) for x in (np.cos(angle), np.sin(angle)))),
         References(row, rows, run, 1 + np.arange(len(row)), causal),
         Runs(ids, start, np.array(lengths, int)),
     )
@@ -198,6 +205,7 @@ DECODE = {
         "page_size": 32,
         "largest_delta": 10**9,
     },
+    "sharpened": {"holds": [[0, 1], [0]], "lengths": [70, 33], "temperature": 0.7},
     "one row": {"holds": [[0]], "lengths": [70], "group": 16, "page_size": 128},
     "twice": {"holds": [[0, 1, 0]], "lengths": [130, 20], "head_dim": 64, "page_size": 128},
     "two rows twice": {
@@ -256,6 +264,7 @@ PREFILL = {
     "only padding": {"requests": [], "padding": 5, "head_dim": 64},
     "empty document": {"requests": [(6, 0, [(0, 0), (17, 2), (0, 5)])], "head_dim": 64},
     "far": {"requests": [(8, 8, [(150, 0), (20, 3)])], "group": 1, "largest_delta": 10**9},
+    "sharpened": {"requests": [(8, 8, [(50, 0), (20, 3)])], "head_dim": 64, "temperature": 0.7},
     "requests": {
         "requests": [(5, 0, []), (20, 130, [(40, 0)]), (1, 0, [(140, 0)]), (33, 3, [])],
         "kv_heads": 2,

@@ -74,8 +74,6 @@ def test_writes(shape, tokens):
     assert usage[2:] == (0, 0, 0), usage
 
 
-
-
 @pytest.mark.parametrize(("shape", "page_size"), named(EVERY_SHAPE + EVERY_PAGE_SIZE))
 def test_copy(shape, page_size):
     """Also of heads and pages whose rows divide by 16 only."""

@@ -306,3 +306,30 @@ def test_pool(server: RunningServer, engine: Engine) -> None:
     assert others["documents"] == []
     assert others["pages"]["other_documents"] >= after["pages"]["documents"]
     delete(server, frog["id"], salt)
+
+
+def test_a_request_says_how_its_documents_are_treated(server: RunningServer) -> None:
+    """What is repaired is computed again, the rest is found; another context is another segment."""
+    salt = "contexts"
+    frog, clock = load(server, [FROG, CLOCK], messages=MESSAGES, cache_salt=salt)
+    expected = [
+        ({}, [frog["tokens"], clock["tokens"]]),
+        ({"document_repair": 16}, [frog["tokens"] - 16, clock["tokens"] - 16]),
+        ({"document_repair": 20}, [frog["tokens"] - 32, clock["tokens"] - 32]),
+        ({"document_repair": 999}, [0, 0]),
+        ({"document_temperature": 0.5}, [frog["tokens"], clock["tokens"]]),
+        ({"document_context": "none"}, [0, 0]),
+        ({"document_gap": 3}, [0, 0]),
+        ({"document_gap": 3}, [frog["tokens"], clock["tokens"]]),
+    ]
+    for fields, cached in expected:
+        answer = ask(server, [FROG, CLOCK], salt, **fields)
+        documents = answer["usage"]["prompt_tokens_details"]["documents"]
+        assert [d["cached_tokens"] for d in documents] == cached, fields
+        assert [d["tokens"] for d in documents] == [frog["tokens"], clock["tokens"]]
+    load(server, [FROG], messages=MESSAGES, cache_salt=salt, document_gap=4)
+    answer = ask(server, [FROG], salt, document_gap=4)
+    (document,) = answer["usage"]["prompt_tokens_details"]["documents"]
+    assert document["cached_tokens"] == frog["tokens"]
+    for card in (frog, clock):
+        assert delete(server, card["id"], salt).status_code == 200
