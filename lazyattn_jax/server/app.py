@@ -238,7 +238,7 @@ def _submissions(
     Raises:
       RequestError: it cannot be served.
     """
-    params = [request.sampling(i) for i in range(request.choices)]
+    params = request.sampling().answers()
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
         prompts = [chat_prompt(tokenizer, request.messages, documents)]

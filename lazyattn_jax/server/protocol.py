@@ -13,7 +13,6 @@ from lazyattn_jax.engine.params import MAX_LOGPROBS
 from lazyattn_jax.engine.request import RequestError
 from lazyattn_jax.server.sampling import SamplingFields
 
-MAX_N = 16
 MAX_PROMPTS = 1024
 COMPLETION_TOKENS = 16
 """``max_tokens`` of /v1/completions where a request has none, as in OpenAI's interface."""
@@ -159,8 +158,6 @@ def parse_request[R: GenerateRequest](kind: type[R], body: bytes) -> R:
       RequestError: not JSON, or a field is missing, of the wrong type, or not supported.
     """
     request = parse_body(kind, body)
-    if not 1 <= request.choices <= MAX_N:
-        raise RequestError("n", f"n is {shown(request.n)}, must be 1 to {MAX_N}")
     check_supported(request.model_extra or {})
     return request
 
