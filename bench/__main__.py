@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, kernels, latency, reuse
+from lazyattn_jax.bench import eviction, kernels, latency, reuse, soak
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
     kernels.add_command(commands)
     eviction.add_command(commands)
     latency.add_command(commands)
+    soak.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0
