@@ -14,6 +14,7 @@ from lazyattn_jax.bench import (
     reuse,
     scale,
     serve,
+    soak,
     steps,
 )
 
@@ -31,6 +32,7 @@ def main() -> int:
     figures.add_command(commands)
     scale.add_command(commands)
     quality.add_command(commands)
+    soak.add_command(commands)
     args = parser.parse_args()
     args.run(args)
     return 0

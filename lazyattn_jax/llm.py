@@ -13,7 +13,7 @@ from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError
-from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.engine.runs import Request, TokenLogprobs
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.prompt import Document, chat_prompt, parse_documents, text_prompt
@@ -56,10 +56,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """An answer to one prompt.
 
-    ``finish_reason`` is ``stop`` or ``length``. ``time_to_first_token`` is in seconds from when the
-    request was put in line.
+    ``finish_reason`` is ``stop``, ``length`` or ``error`` (the model's logits were not finite).
+    ``time_to_first_token`` is in seconds from when the request was put in line. ``logprobs`` has an
+    entry for each of ``token_ids``, ``prompt_logprobs`` one for each token of the prompt in reading
+    order, none for tokens that are not computed for this request (see ``SamplingParams``); both
+    only if they were asked for.
     """
 
     text: str
@@ -67,6 +70,8 @@ class Completion:
     finish_reason: str
     usage: Usage
     time_to_first_token: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -113,6 +118,9 @@ class LLM:
             ``text`` and ``title``.
           context: how documents are treated; by default as the options say.
 
+        Returns:
+          ``params.n`` completions of the first prompt, then those of the next.
+
         Raises:
           RequestError: a prompt or document that cannot be served; nothing is computed then.
         """
@@ -137,6 +145,9 @@ class LLM:
           documents: given to each conversation.
           context: how documents are treated; by default as the options say.
 
+        Returns:
+          ``params.n`` answers to the first conversation, then those to the next.
+
         Raises:
           RequestError: messages or documents that cannot be served; nothing is computed then.
         """
@@ -153,7 +164,7 @@ class LLM:
         documents: Sequence[Any] | None = None,
         context: DocumentContext | None = None,
     ) -> Iterator[Output]:
-        """Answers one conversation, piece by piece; the last piece has a finish reason.
+        """Answers one conversation once, piece by piece; the last piece has a finish reason.
 
         Leaving the loop early ends the request.
 
@@ -210,9 +221,10 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt in prompts:
-                requests.append(
-                    self.engine.add(prompt, params or SamplingParams(), context=context)
-                )
+                leader: Request | None = None
+                for each in (params or SamplingParams()).answers():
+                    requests.append(self.engine.add(prompt, each, context=context, leader=leader))
+                    leader = leader or requests[-1]
             return self._drain(requests)
         finally:
             for request in requests:
@@ -220,12 +232,15 @@ class LLM:
 
     def _drain(self, requests: Sequence[Request]) -> list[Completion]:
         texts = {r.id: "" for r in requests}
+        logprobs: dict[str, list[TokenLogprobs]] = {r.id: [] for r in requests}
         reasons: dict[str, str] = {}
         while len(reasons) < len(requests):
             for output in self.engine.step():
                 name = output.request.id
                 if name in texts:
                     texts[name] += output.text
+                    if output.logprobs is not None:
+                        logprobs[name].append(output.logprobs)
                     if output.finish_reason:
                         reasons[name] = output.finish_reason
         return [
@@ -235,6 +250,8 @@ class LLM:
                 reasons[r.id],
                 Usage.of(r),
                 (r.first_token_at or r.arrived_at) - r.arrived_at,
+                None if r.params.logprobs is None else tuple(logprobs[r.id]),
+                None if r.prompt_logprobs is None else tuple(r.prompt_logprobs),
             )
             for r in requests
         ]
@@ -280,4 +297,12 @@ def keep_compiled(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-__all__ = ["LLM", "Completion", "Document", "DocumentContext", "DocumentUsage", "Usage"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Document",
+    "DocumentContext",
+    "DocumentUsage",
+    "TokenLogprobs",
+    "Usage",
+]

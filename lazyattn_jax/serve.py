@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         type=parse_key,
         metavar="KEY",
-        help="refuse requests under /v1 without this key; @FILE takes it from a file; may be given "
+        help="refuse requests without this key; @FILE takes it from a file; may be given "
         "more than once (default: none is needed)",
     )
     add(

@@ -38,8 +38,10 @@ _LAYER_TENSORS = (
     Tensor("attention_norm.scale", "input_layernorm.weight", "attn_norm.weight"),
     Tensor("attention.q.kernel", "self_attn.q_proj.weight", "attn_q.weight", True, "num_heads"),
     Tensor("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", False, "num_heads"),
+    Tensor("attention.q_norm.scale", "self_attn.q_norm.weight", "attn_q_norm.weight"),
     Tensor("attention.k.kernel", "self_attn.k_proj.weight", "attn_k.weight", True, "num_kv_heads"),
     Tensor("attention.k.bias", "self_attn.k_proj.bias", "attn_k.bias", False, "num_kv_heads"),
+    Tensor("attention.k_norm.scale", "self_attn.k_norm.weight", "attn_k_norm.weight"),
     Tensor("attention.v.kernel", "self_attn.v_proj.weight", "attn_v.weight", True),
     Tensor("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias"),
     Tensor("attention.o.kernel", "self_attn.o_proj.weight", "attn_output.weight", True),
@@ -61,15 +63,23 @@ def tensors(config: LlamaConfig) -> Iterator[Tensor]:
             yield t
     for i in range(config.num_layers):
         for t in _LAYER_TENSORS:
-            if t.param.endswith(".bias"):
-                wanted = config.mlp_bias if t.param.startswith("mlp") else config.attention_bias
-                if not wanted:
-                    continue
+            if not _wanted(t.param, config):
+                continue
             yield t._replace(
                 param=f"layers.{i}.{t.param}",
                 hf=f"model.layers.{i}.{t.hf}",
                 gguf=f"blk.{i}.{t.gguf}",
             )
+
+
+def _wanted(param: str, config: LlamaConfig) -> bool:
+    if param in ("attention.q_norm.scale", "attention.k_norm.scale"):
+        return config.qk_norm
+    if param == "attention.o.bias":
+        return config.attention_output_bias
+    if param.endswith(".bias"):
+        return config.mlp_bias if param.startswith("mlp") else config.attention_bias
+    return True
 
 
 class Source(Protocol):

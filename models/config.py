@@ -1,4 +1,4 @@
-"""Configuration of a Llama model, read from a Hugging Face ``config.json``."""
+"""Configuration of a model of the Llama family, read from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ from typing import Any
 
 from lazyattn_jax.models.rope import RopeConfig
 
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The models that this engine runs: ``model_type`` and the name of the architecture."""
+_DEFAULT_WINDOW = 4096  # transformers', where a configuration leaves sliding_window out
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape and constants of a Llama model. Sizes are numbers of elements."""
+    """Shape and constants of a Llama, Mistral, Qwen2 or Qwen3 model.
+
+    Sizes are numbers of elements. ``sliding_window`` is how many tokens the layers that have a
+    window see, their own included; none if every layer sees all that precedes.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -30,6 +43,8 @@ class LlamaConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
@@ -46,19 +61,35 @@ class LlamaConfig:
             raise ValueError(
                 f"model config: head_dim is {self.head_dim}, RoPE needs an even number"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"model config: sliding_window is {self.sliding_window}, must be at least 1"
+            )
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Whether the projection after the attention has a bias as well: not in Qwen2."""
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of the queries and keys is normalised before it is rotated."""
+        return self.model_type == "qwen3"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads the dictionary of a ``config.json``.
 
         Raises:
-          ValueError: not a Llama model, a missing entry, or a variant that is not supported.
+          ValueError: not one of ``MODEL_TYPES``, a missing entry, or a variant that is not
+            supported.
         """
         kind = config.get("model_type")
-        if kind != "llama":
-            raise ValueError(f"model_type is {kind!r}; this engine runs 'llama' models")
+        if kind not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            raise ValueError(f"model_type is {kind!r}; this engine runs models of: {known}")
         if (act := config.get("hidden_act", "silu")) != "silu":
-            raise ValueError(f"hidden_act is {act!r}; Llama models use 'silu'")
+            raise ValueError(f"hidden_act is {act!r}; models of type {kind!r} use 'silu'")
         if (partial := config.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is supported")
         try:
@@ -72,12 +103,12 @@ class LlamaConfig:
                 num_layers=int(config["num_hidden_layers"]),
                 num_heads=heads,
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
+                head_dim=int(config.get("head_dim") or _default_head_dim(kind, hidden, heads)),
                 rope=RopeConfig.from_hf(config),
                 rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                attention_bias=bool(config.get("attention_bias", False)),
+                attention_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 bos_token_id=config.get("bos_token_id"),
                 eos_token_ids=tuple(eos)
@@ -85,6 +116,8 @@ class LlamaConfig:
                 else ()
                 if eos is None
                 else (eos,),
+                model_type=kind,
+                sliding_window=_sliding_window(config),
             )
         except KeyError as missing:
             raise ValueError(f"config.json has no {missing.args[0]!r}") from None
@@ -92,8 +125,8 @@ class LlamaConfig:
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` dictionary of this configuration; ``from_hf`` reads it back."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [MODEL_TYPES[self.model_type]],
+            "model_type": self.model_type,
             "hidden_act": "silu",
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -109,8 +142,31 @@ class LlamaConfig:
             "mlp_bias": self.mlp_bias,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_ids),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "max_window_layers": 0,
             **self.rope.to_hf(),
         }
+
+
+def _default_head_dim(kind: str, hidden: int, heads: int) -> int:
+    return 128 if kind == "qwen3" else hidden // max(heads, 1)
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    kind, window = config["model_type"], config.get("sliding_window", _DEFAULT_WINDOW)
+    if kind == "llama" or window is None:
+        return None
+    if kind != "mistral":  # Qwen: has a window without using it, or in its last layers only
+        first = int(config.get("max_window_layers", 28))
+        windowed = (
+            first < int(config["num_hidden_layers"])
+            if config.get("layer_types") is None
+            else "sliding_attention" in config["layer_types"]
+        )
+        if not (config.get("use_sliding_window") and windowed):
+            return None
+    return int(window)
 
 
 _LLAMA3_ROPE = RopeConfig(

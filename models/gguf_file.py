@@ -18,7 +18,7 @@ class GGUFSource:
     """The metadata and tensors of one GGUF file.
 
     Raises:
-      ValueError: not a GGUF file, truncated, or not a Llama model.
+      ValueError: not a GGUF file, truncated, or of another architecture.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,14 +28,16 @@ class GGUFSource:
         except (ValueError, IndexError, KeyError) as error:
             raise ValueError(f"{path} is not a GGUF file or is truncated: {error}") from None
         self._tensors = {t.name: t for t in self._reader.tensors}
-        if (architecture := self.get("general.architecture")) != "llama":
+        self.architecture = self.get("general.architecture")
+        if self.architecture not in _ARCHITECTURES:
             raise ValueError(
-                f"{path}: general.architecture is {architecture!r}; this engine runs 'llama' models"
+                f"{path}: general.architecture is {self.architecture!r}; this engine runs models "
+                f"of: {', '.join(_ARCHITECTURES)}"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value, or the default."""
-        field = self._reader.get_field(key)
+        """A metadata value, or the default. A leading ``.`` stands for the architecture's keys."""
+        field = self._reader.get_field(self._key(key))
         return default if field is None else field.contents()
 
     def need(self, key: str) -> Any:
@@ -46,8 +48,11 @@ class GGUFSource:
         """
         value = self.get(key)
         if value is None:
-            raise ValueError(f"{self.description} has no metadata {key!r}")
+            raise ValueError(f"{self.description} has no metadata {self._key(key)!r}")
         return value
+
+    def _key(self, key: str) -> str:
+        return f"{self.architecture}{key}" if key.startswith(".") else key
 
     def names(self) -> set[str]:
         """Names of all tensors present."""
@@ -75,10 +80,10 @@ class GGUFSource:
     def read(self, tensor: Tensor) -> np.ndarray:
         """A tensor in float32 with Q and K heads in the half-split order of Hugging Face.
 
-        llama.cpp stores the two halves of these heads interleaved.
+        For Llama, llama.cpp stores the two halves of these heads interleaved.
         """
         value = self.read_raw(tensor.gguf)
-        if tensor.permuted_heads:
+        if tensor.permuted_heads and self.architecture == "llama":
             heads = int(self.need(_HEAD_COUNTS[tensor.permuted_heads]))
             value = (
                 value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
@@ -86,60 +91,64 @@ class GGUFSource:
         return value
 
 
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is a "llama" there
 _HEAD_COUNTS = {
-    "num_heads": "llama.attention.head_count",
-    "num_kv_heads": "llama.attention.head_count_kv",
+    "num_heads": ".attention.head_count",
+    "num_kv_heads": ".attention.head_count_kv",
 }
 
 
 def read_config(source: GGUFSource) -> LlamaConfig:
     """Configuration from the metadata."""
-    heads = int(source.need("llama.attention.head_count"))
-    hidden = int(source.need("llama.embedding_length"))
+    heads = int(source.need(".attention.head_count"))
+    hidden = int(source.need(".embedding_length"))
     head_dim = int(
-        source.get("llama.attention.key_length")
-        or source.get("llama.rope.dimension_count")
+        source.get(".attention.key_length")
+        or source.get(".rope.dimension_count")
         or hidden // max(heads, 1)
     )
     ends = (source.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     names = source.names()
+    window = source.get(".attention.sliding_window") or None
     return LlamaConfig(
         vocab_size=len(source.need("tokenizer.ggml.tokens")),
         hidden_size=hidden,
-        intermediate_size=int(source.need("llama.feed_forward_length")),
-        num_layers=int(source.need("llama.block_count")),
+        intermediate_size=int(source.need(".feed_forward_length")),
+        num_layers=int(source.need(".block_count")),
         num_heads=heads,
-        num_kv_heads=int(source.get("llama.attention.head_count_kv", heads)),
+        num_kv_heads=int(source.get(".attention.head_count_kv", heads)),
         head_dim=head_dim,
         rope=_read_rope(source),
         # Stored as float32: round to the decimal that was meant.
-        rms_norm_eps=float(f"{source.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        max_position_embeddings=int(source.need("llama.context_length")),
+        rms_norm_eps=float(f"{source.need('.attention.layer_norm_rms_epsilon'):.6g}"),
+        max_position_embeddings=int(source.need(".context_length")),
         tie_word_embeddings="output.weight" not in names,
         attention_bias="blk.0.attn_q.bias" in names,
         mlp_bias="blk.0.ffn_gate.bias" in names,
         bos_token_id=source.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(int(e) for e in ends if e is not None)),
+        model_type="mistral" if window and source.architecture == "llama" else source.architecture,
+        sliding_window=window,
     )
 
 
 def _read_rope(source: GGUFSource) -> RopeConfig:
-    theta = float(source.get("llama.rope.freq_base", 10_000.0))
+    theta = float(source.get(".rope.freq_base", 10_000.0))
     if "rope_freqs.weight" in source.names():  # llama.cpp's form of llama3 scaling
         divisors = tuple(float(x) for x in source.read_raw("rope_freqs.weight"))
         return RopeConfig(theta, "divisors", divisors=divisors)
-    kind = source.get("llama.rope.scaling.type", "none")
+    kind = source.get(".rope.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta)
     return RopeConfig.from_hf(
         {
             "rope_theta": theta,
-            "max_position_embeddings": source.need("llama.context_length"),
+            "max_position_embeddings": source.need(".context_length"),
             "rope_scaling": {
                 "rope_type": kind,
-                "factor": source.need("llama.rope.scaling.factor"),
+                "factor": source.need(".rope.scaling.factor"),
                 "original_max_position_embeddings": source.get(
-                    "llama.rope.scaling.original_context_length"
+                    ".rope.scaling.original_context_length"
                 ),
             },
         }

@@ -1,4 +1,4 @@
-"""Llama in Flax NNX, with the attention over cached keys and values passed in.
+"""Llama and its relatives in Flax NNX, with the attention over cached keys and values passed in.
 
 The model projects and rotates; *what* a token attends to is the caller's business: ``attend``
 gets a layer's cache and the layer's new queries, keys and values, and returns the attention output
@@ -70,7 +70,12 @@ class Attention(nnx.Module):
         self.q = _linear(d, config.num_heads * h, bias=bias, dtype=dtype, rngs=rngs)
         self.k = _linear(d, config.num_kv_heads * h, bias=bias, dtype=dtype, rngs=rngs)
         self.v = _linear(d, config.num_kv_heads * h, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = _linear(config.num_heads * h, d, bias=bias, dtype=dtype, rngs=rngs)
+        o_bias = config.attention_output_bias
+        self.o = _linear(config.num_heads * h, d, bias=o_bias, dtype=dtype, rngs=rngs)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = _norm(h, config, dtype, rngs)
+            self.k_norm = _norm(h, config, dtype, rngs)
 
     def __call__(
         self,
@@ -86,6 +91,8 @@ class Attention(nnx.Module):
             proj(x, adapted).reshape(*x.shape[:-1], -1, self.head_dim)
             for proj in (self.q, self.k, self.v)
         )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(cache, rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o(out.reshape(*x.shape[:-1], -1), adapted), cache
 
@@ -110,9 +117,9 @@ class Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.attention_norm = _norm(config, dtype, rngs)
+        self.attention_norm = _norm(config.hidden_size, config, dtype, rngs)
         self.attention = Attention(config, dtype, rngs)
-        self.mlp_norm = _norm(config, dtype, rngs)
+        self.mlp_norm = _norm(config.hidden_size, config, dtype, rngs)
         self.mlp = MLP(config, dtype, rngs)
 
     def __call__(
@@ -131,7 +138,11 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Llama (arXiv 2302.13971, 2407.21783): decoder-only, grouped queries, RoPE, SwiGLU."""
+    """Llama (arXiv 2302.13971, 2407.21783): decoder-only, grouped queries, RoPE, SwiGLU.
+
+    Mistral (2310.06825) has the same form, Qwen2 (2407.10671) biases of queries, keys and values,
+    Qwen3 (2505.09388) a norm of each query and key head.
+    """
 
     def __init__(
         self, config: LlamaConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs
@@ -145,7 +156,7 @@ class Llama(nnx.Module):
             rngs=rngs,
         )
         self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
-        self.norm = _norm(config, dtype, rngs)
+        self.norm = _norm(config.hidden_size, config, dtype, rngs)
         if not config.tie_word_embeddings:
             self.head = _linear(
                 config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs
@@ -192,9 +203,9 @@ class RMSNorm(nnx.RMSNorm):
         return super().__call__(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _norm(config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> RMSNorm:
+def _norm(size: int, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(
-        config.hidden_size,
+        size,
         epsilon=config.rms_norm_eps,
         dtype=jnp.float32,
         param_dtype=dtype,

@@ -74,14 +74,18 @@ class Tokenizer:
         backend = self._literal if literal else self.backend
         return backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of some token ids, control tokens left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, control: bool = False) -> str:
+        """Text of some token ids, control tokens left out or, with ``control``, by their names."""
+        return self.backend.decode(list(ids), skip_special_tokens=not control)
+
+    def name(self, token: int) -> str:
+        """A token as the vocabulary spells it; empty for ids that it leaves out."""
+        return self.backend.id_to_token(token) or ""
 
     def show(self, token: int) -> str:
         """Text of one token, control tokens by their names; U+FFFD for parts of characters."""
         text = self.backend.decode([token], skip_special_tokens=False)
-        return text or self.backend.id_to_token(token) or ""
+        return text or self.name(token)
 
     def stream(self) -> DecodeStream:
         """An incremental decoder that never cuts a character in two."""

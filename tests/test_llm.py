@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lazyattn_jax import LLM, Document, DocumentContext, SamplingParams
@@ -105,6 +107,52 @@ def test_a_stop_string_ends_the_text_before_it(llm):
     (completion,) = llm.generate("Say it.", params)
     assert completion.text == whole[: whole.index(stop)]
     assert completion.finish_reason == "stop"
+
+
+def test_several_answers_to_each_prompt(llm):
+    llm.engine.scheduler.index.clear()
+    params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True)
+    answers = llm.generate(["Tell me of moss.", "And of tin?"], params, documents=DOCUMENTS)
+    assert len(answers) == 6
+    for i, prompt in enumerate(["Tell me of moss.", "And of tin?"]):
+        for j, answer in enumerate(answers[3 * i : 3 * i + 3]):
+            alone = dataclasses.replace(params, n=1, seed=5 + j)
+            (want,) = llm.generate(prompt, alone, documents=DOCUMENTS)
+            assert answer.token_ids == want.token_ids
+    assert len({a.token_ids for a in answers[:3]}) == 3
+    # The documents were computed for the first answer, the others found them.
+    assert [d.cached_tokens for d in answers[0].usage.documents] == [0, 0]
+    assert all(d.cached_tokens == d.tokens for a in answers[1:3] for d in a.usage.documents)
+
+
+def test_logprobs_of_answers_and_prompts(llm):
+    plain = llm.generate("Tell me of moss.", GREEDY)[0]
+    assert plain.logprobs is None
+    assert plain.prompt_logprobs is None
+    params = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    for answer in llm.generate("Tell me of moss.", dataclasses.replace(params, n=2)):
+        assert answer.token_ids == plain.token_ids
+        # Greedy: the most likely token each time.
+        assert [t.token for t in answer.logprobs] == list(answer.token_ids)
+        assert [t.best[0] for t in answer.logprobs] == [
+            (t.token, t.logprob) for t in answer.logprobs
+        ]
+        assert all(len(t.best) == 2 for t in answer.logprobs)
+        prompt = llm.tokenizer.encode("Tell me of moss.")
+        assert answer.prompt_logprobs[0] is None
+        assert [t.token for t in answer.prompt_logprobs[1:]] == prompt[1:]
+    # The same numbers another way: what was an answer becomes the end of the prompt.
+    (again,) = llm.generate(
+        prompt + list(plain.token_ids), dataclasses.replace(params, max_tokens=1)
+    )
+    got = [t.logprob for t in again.prompt_logprobs[len(prompt) :]]
+    assert got == pytest.approx([t.logprob for t in answer.logprobs], abs=1e-4)
+
+
+def test_a_stream_is_of_one_answer(llm):
+    with pytest.raises(RequestError, match="n is 2, but this gives one answer") as error:
+        next(llm.stream_chat(CHAT, SamplingParams(n=2)))
+    assert error.value.param == "n"
 
 
 def test_documents_cached_ahead_are_found_by_requests_with_the_same_system_text(llm):

@@ -187,6 +187,91 @@ def test_messages_are_not_changed():
     assert messages == [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
 
+# Templates as Mistral's and Qwen's models have them: none of them knows documents.
+
+# Roles must alternate, and the system text goes into the last question.
+MISTRAL = """
+{%- if messages[0].role == "system" %}
+  {%- set system, turns = messages[0].content, messages[1:] %}
+{%- else %}
+  {%- set system, turns = none, messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for m in turns %}
+  {%- if (m.role == "user") != (loop.index0 % 2 == 0) %}
+    {{- raise_exception("roles must alternate") }}
+  {%- endif %}
+  {%- if m.role == "user" %}
+    {{- "[INST] " + (system + "\n\n" if loop.last and system is not none else "") }}
+    {{- m.content + "[/INST]" }}
+  {%- else %}
+    {{- " " + m.content | trim + eos_token }}
+  {%- endif %}
+{%- endfor %}"""
+# A system text of its own where there is none.
+QWEN2 = """
+{%- if messages[0].role != "system" %}{{ "<|system|>You are Qwen.\n" }}{% endif %}
+{%- for m in messages %}{{ "<|" + m.role + "|>" + m.content + "\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}"""
+# Leaves the thoughts out of earlier answers; may be asked not to think.
+QWEN3 = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages[::-1] if m.role == "user" and not m.content.startswith("<tool>") %}
+  {%- if loop.first %}{% set ns.last = (messages | length) - loop.index0 - 1 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+  {%- if m.content is string %}{% set content = m.content %}{% endif %}
+  {%- if m.role == "assistant" and "</think>" in content and loop.index0 < ns.last %}
+    {%- set content = content.split("</think>")[-1].lstrip("\n") %}
+  {%- endif %}
+  {{- "<|" + m.role + "|>" + content + "\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>" }}
+  {%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>" }}{% endif %}
+{%- endif %}"""
+TURNS = [
+    SYSTEM,
+    {"role": "user", "content": "Who purrs?"},
+    {"role": "assistant", "content": "<think>Hm.</think>\n\nCats."},
+    QUESTION,
+]
+CATS_PIECE = "D(Title: Cats\nCats purr.\n\n)"
+
+
+def test_documents_in_a_mistral_template():
+    def ask(*messages: Any) -> list[str]:
+        return chat(*messages, documents=[CATS], template=MISTRAL)
+
+    assert ask(QUESTION) == ["<|begin|>[INST] ", CATS_PIECE, "Who barks?[/INST]"]
+    assert ask(SYSTEM, QUESTION) == [
+        "<|begin|>[INST] Be brief.\n\n",
+        CATS_PIECE,
+        "Who barks?[/INST]",
+    ]
+    assert ask(*TURNS) == [
+        "<|begin|>[INST] ",
+        CATS_PIECE,
+        "Who purrs?[/INST] <think>Hm.</think>\n\nCats.<|end|>[INST] Be brief.\n\nWho barks?[/INST]",
+    ]
+    with pytest.raises(RequestError, match="roles must alternate"):
+        ask(QUESTION, QUESTION)
+
+
+@pytest.mark.parametrize("template", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_documents_in_a_qwen_template(template):
+    def ask(*messages: Any) -> list[str]:
+        return chat(*messages, documents=[CATS], template=template)
+
+    own = "<|system|>You are Qwen.\n" if template is QWEN2 else ""
+    assert ask(QUESTION) == [f"{own}<|user|>", CATS_PIECE, "Who barks?\n<|assistant|>"]
+    thoughts = "<think>Hm.</think>\n\n" if template is QWEN2 else ""
+    assert ask(*TURNS) == [
+        "<|system|>Be brief.\n<|user|>",
+        CATS_PIECE,
+        f"Who purrs?\n<|assistant|>{thoughts}Cats.\n<|user|>Who barks?\n<|assistant|>",
+    ]
+
+
 # Documents within the messages.
 
 

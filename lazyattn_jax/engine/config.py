@@ -28,7 +28,8 @@ class EngineConfig:
       kv_pool_bytes: size of the KV pool; default 1 GiB on a CPU, else 90 % of the memory that the
         weights leave.
       page_size: tokens a page, a power of two; default 16.
-      max_model_len: tokens of prompt and output together; default what the model was made for.
+      max_model_len: tokens of prompt and output together; default what the model was made for, and
+        for a model with a sliding window at most the window: it is not computed.
       max_num_seqs: requests computed at the same time; default 16 on a CPU, else 256.
       max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
       prefill_buckets: tokens that prefill steps are padded to, rising to
@@ -143,11 +144,18 @@ class EngineConfig:
                 f"a KV pool of {pool_bytes / GIB:.2f} GiB does not fit beside the weights: "
                 f"{free / GIB:.2f} GiB are free on the device; lower kv_pool_bytes"
             )
-        model_len = self.max_model_len or model.max_position_embeddings
+        window = model.sliding_window or model.max_position_embeddings
+        model_len = self.max_model_len or min(window, model.max_position_embeddings)
         if model_len > model.max_position_embeddings:
             raise ValueError(
                 f"max_model_len is {model_len}, the model is made for at most "
                 f"{model.max_position_embeddings} positions"
+            )
+        if model_len > window:
+            raise ValueError(
+                f"max_model_len is {model_len}, layers of this model see only the last {window} "
+                "tokens (its sliding_window); windows are not computed, so max_model_len can be at "
+                f"most {window}, where they make no difference"
             )
         if self.max_model_len is None:
             model_len = min(model_len, num_pages * page_size)

@@ -121,7 +121,7 @@ class Engine:
 
         Args:
           prompt: token ids and documents in reading order.
-          params: sampling parameters.
+          params: sampling parameters of one answer; see ``SamplingParams.answers``.
           request_id: a name that no unfinished request has; made up by default.
           cache_salt: requests share segments only with requests of the same salt.
           context: what its documents are encoded after; by default as ``EngineConfig`` says.
@@ -137,6 +137,8 @@ class Engine:
             request_id = f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError("request_id", f"request id {request_id!r} is in use")
+        if params.n != 1:
+            raise RequestError("n", f"n is {params.n}, but this gives one answer")
         if timeout is not None and not timeout > 0:
             raise RequestError("timeout", f"timeout is {timeout} seconds, must be above 0")
         check_tokens(prompt, self.loaded.config.vocab_size)

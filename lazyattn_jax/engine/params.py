@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lazyattn_jax.engine.request import RequestError
 
 MAX_SEED = 2**63 - 1
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+MAX_N = 16
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
 
@@ -33,7 +33,9 @@ class SamplingParams:
       presence_penalty: taken from the logits of tokens of the output; -2 to 2.
       frequency_penalty: taken from them once for each time they are there; -2 to 2.
       logit_bias: added to the logits of tokens, by id; -100 to 100, at most 300 tokens.
-      seed: with a seed the same tokens come out whatever else is in the batch.
+      n: answers to each prompt, 1 to 16. They share everything but what they generate.
+      seed: with a seed the same tokens come out whatever else is in the batch; each of ``n``
+        answers has its own, counted up from it.
       max_tokens: tokens to generate at most; by default as many as the context and the pool hold.
       min_tokens: tokens to generate before an end token, a stop token or a stop string ends it.
       stop: strings that end the output; they are not part of it.
@@ -57,6 +59,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    n: int = 1
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -67,6 +70,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0, 2)
         if not 0 < self.top_p <= 1:
             raise RequestError("top_p", f"top_p is {self.top_p}, must be above 0 and at most 1")
@@ -113,6 +117,15 @@ class SamplingParams:
             or self.frequency_penalty
         )
 
+    def answers(self) -> list[SamplingParams]:
+        """The parameters of each answer, for a request of its own."""
+        if self.n == 1:
+            return [self]
+        return [
+            replace(self, n=1, seed=None if self.seed is None else self.seed + i)
+            for i in range(self.n)
+        ]
+
     def check_tokens(self, vocab_size: int) -> None:
         """Checks the token ids.
 
@@ -130,7 +143,7 @@ class SamplingParams:
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:
         raise RequestError(name, f"{name} is {value}, must be {low} to {high}")
 
 

@@ -38,6 +38,7 @@ from lazyattn_jax.server.protocol import (
     unknown_fields,
 )
 from lazyattn_jax.server.replies import Replies
+from lazyattn_jax.server.tokens_api import TokensApi
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ServerConfig:
       model_name: what requests call the model.
       root: where the model came from.
       max_body_bytes: size of a request body.
-      api_keys: requests under /v1 need one of these, if there are any.
+      api_keys: requests need one of these, if there are any; but for what ``ApiKeys`` leaves open.
     """
 
     model_name: str
@@ -70,6 +71,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     engine.observers += [documents, metrics]
     api = Api(engine, config, documents, metrics)
     documents_api = DocumentsApi(engine, documents, config.max_body_bytes)
+    tokens_api = TokensApi(engine, documents, api.check_model, config.max_body_bytes)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -90,6 +92,8 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             Route("/v1/documents", documents_api.all, methods=["GET", "POST"]),
             Route("/v1/documents/{name}", documents_api.one, methods=["GET", "DELETE"]),
             Route("/v1/pool", documents_api.pool),
+            Route("/tokenize", tokens_api.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens_api.detokenize, methods=["POST"]),
         ],
         middleware=[Middleware(RequestIds), Middleware(ApiKeys, keys=config.api_keys)],
         lifespan=lifespan,
@@ -148,7 +152,7 @@ class Api:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME: the model, if that is its name."""
         card = self._card()
-        self._check_model(request.path_params["name"])
+        self.check_model(request.path_params["name"])
         return JSONResponse(card.to_dict())
 
     async def chat(self, request: Request) -> Response:
@@ -169,7 +173,7 @@ class Api:
         try:
             # Long prompts take long to read and tokenise; other requests must not wait for that.
             parsed = await asyncio.to_thread(parse_request, kind, body)
-            self._check_model(parsed.model)
+            self.check_model(parsed.model)
             self._log_unknown(unknown_fields(parsed))
             root = salt_root(engine, parsed.cache_salt)
             documents = self._documents.resolve(parsed.documents, root)
@@ -204,7 +208,12 @@ class Api:
             max_model_len=self._engine.ready().limits.max_model_len,
         )
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Checks the name of a model that a request gives, if it gives one.
+
+        Raises:
+          ApiError: it is another one.
+        """
         if name is not None and name != self._config.model_name:
             raise ApiError(
                 404,
@@ -228,7 +237,7 @@ def _submissions(
     Raises:
       RequestError: it cannot be served.
     """
-    params = [request.sampling(i) for i in range(request.choices)]
+    params = request.sampling().answers()
     context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):

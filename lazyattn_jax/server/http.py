@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _FAILED = "the server failed on this request; its log says why"
 _ID_LENGTH = 128
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -183,7 +184,9 @@ class RequestIds:
 
 
 class ApiKeys:
-    """Lets requests under /v1 pass only with a key, where there are any.
+    """Lets requests that use the model pass only with a key, where there are any.
+
+    Open are the page, /health and /metrics.
 
     Args:
       app: what they are let through to.
@@ -196,7 +199,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or refuses it."""
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
+        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
         if not guarded or not self._keys or self._opens(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return

@@ -14,7 +14,6 @@ from lazyattn_jax.engine.request import RequestError
 from lazyattn_jax.server.context import ContextFields
 from lazyattn_jax.server.sampling import SamplingFields
 
-MAX_N = 16
 MAX_PROMPTS = 1024
 COMPLETION_TOKENS = 16
 """``max_tokens`` of /v1/completions where a request has none, as in OpenAI's interface."""
@@ -160,10 +159,7 @@ def parse_request[R: GenerateRequest](kind: type[R], body: bytes) -> R:
       RequestError: not JSON, or a field is missing, of the wrong type, or not supported.
     """
     request = parse_body(kind, body)
-    if not 1 <= request.choices <= MAX_N:
-        raise RequestError("n", f"n is {shown(request.n)}, must be 1 to {MAX_N}")
-    for name, value in (request.model_extra or {}).items():
-        _check_neutral(name, value)
+    check_supported(request.model_extra or {})
     return request
 
 
@@ -197,12 +193,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _check_neutral(name: str, value: Any) -> None:
-    allowed = NEUTRAL.get(name, (value,))
-    # Not just ==: to Python true is 1 and false is 0.
-    if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-        choices = " or ".join(shown(a) for a in allowed)
-        raise RequestError(name, f"{name} is {shown(value)}, which is not supported; use {choices}")
+def check_supported(extra: Mapping[str, Any]) -> None:
+    """Checks the fields of a request that this server does not read.
+
+    Raises:
+      RequestError: one has a value that would change the result.
+    """
+    for name, value in extra.items():
+        allowed = NEUTRAL.get(name, (value,))
+        # Not just ==: to Python true is 1 and false is 0.
+        if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+            choices = " or ".join(shown(a) for a in allowed)
+            raise RequestError(
+                name, f"{name} is {shown(value)}, which is not supported; use {choices}"
+            )
 
 
 def _request_error(error: ValidationError) -> RequestError:

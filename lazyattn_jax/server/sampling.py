@@ -81,8 +81,8 @@ class SamplingFields(BaseModel):
         """Alternatives to each token; none where no log-probabilities are wanted."""
         raise NotImplementedError
 
-    def sampling(self, choice: int) -> SamplingParams:
-        """How one of the answers is sampled.
+    def sampling(self) -> SamplingParams:
+        """How the answers are sampled.
 
         Raises:
           RequestError: a value out of range.
@@ -93,7 +93,6 @@ class SamplingFields(BaseModel):
         return SamplingParams(
             **given,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # -1: vLLM's clients' off
-            seed=None if self.seed is None else self.seed + choice,
             max_tokens=self.limit,
             logprobs=self.wanted_logprobs,
         )
@@ -111,5 +110,7 @@ _PASSED_ON = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "n",
     "prompt_logprobs",
+    "seed",
 )

@@ -66,6 +66,24 @@ def test_a_long_document_does_not_stall_a_stream(watched):
     assert_matches_oracle(engine, stream, [SYSTEM, QUESTION])
 
 
+def test_a_request_waits_for_its_own_documents_only(make_engine):
+    """Not for those that somebody else's long document is still encoded with."""
+    engine = make_engine()
+    short = [SYSTEM, document(41, 20), QUESTION]
+    first, second = (
+        engine.add(short, GREEDY),
+        engine.add([SYSTEM, document(42, 300), OTHER], GREEDY),
+    )
+    while not first.num_generated:
+        engine.step()
+    assert second.state is State.ENCODING
+    third = engine.add(short, GREEDY)  # finds its document while the second waits for one
+    engine.drain()
+    assert third.cached_document_tokens == [20]
+    for request in (first, third):
+        assert_matches_oracle(engine, request, short)
+
+
 def test_what_ends_early_leaves_a_row_that_is_thrown_away(make_engine):
     """The step that was started before the end was known changes nothing for anybody."""
     engine = make_engine()

@@ -278,6 +278,8 @@ def test_logits_that_are_not_finite_fail_their_request_only(loaded):
         ({"min_tokens": -1}, "min_tokens is -1, must be 0 or more"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, must be at most max_tokens, 4"),
         ({"stop_token_ids": tuple(range(65))}, "65 stop tokens, at most 64"),
+        ({"n": 0}, "n is 0, must be 1 to 16"),
+        ({"n": 17}, "n is 17, must be 1 to 16"),
         ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1, must be 0 to 20"),
     ],

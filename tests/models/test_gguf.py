@@ -23,6 +23,7 @@ from model_helpers import (
     weights_of,
 )
 
+from lazyattn_jax.models.config import LlamaConfig
 from lazyattn_jax.models.load import load_model
 
 LLAMA3_CONFIG = json.loads((GOLDEN / "tiny_llama3" / "config.json").read_text("utf-8"))
@@ -75,7 +76,9 @@ def write(tmp_path):
 def test_same_model_as_the_hugging_face_folder(name, tmp_path):
     folder = copy_golden(name, tmp_path / name)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    ours = load_model(str(write_gguf(tmp_path / "model.gguf", config, weights_of(folder))))
+    kind = {"tiny_qwen2": "qwen2", "tiny_qwen3": "qwen3"}.get(name, "llama")  # Mistral is one
+    path = write_gguf(tmp_path / "model.gguf", config, weights_of(folder), architecture=kind)
+    ours = load_model(str(path))
     theirs = load_model(str(folder))
     assert_same_params(ours.model, theirs.model)
     tokens = golden()[name]["tokens"]
@@ -147,7 +150,7 @@ def test_bfloat16(write):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("general.architecture", "gemma", r"general\.architecture is 'gemma'; .*'llama'"),
+        ("general.architecture", "gemma", r"general\.architecture is 'gemma'; .*: llama, qwen2"),
         ("llama.block_count", None, r"has no metadata 'llama\.block_count'"),
         ("llama.attention.head_count", 0, "num_heads is 0, must be at least 1"),
         ("tokenizer.ggml.tokens", None, r"has no metadata 'tokenizer\.ggml\.tokens'"),
@@ -159,6 +162,13 @@ def test_bfloat16(write):
 def test_metadata_that_is_refused(write, key, value, message):
     with pytest.raises(ValueError, match=message):
         load_model(write(metadata={key: value}))
+
+
+@pytest.mark.parametrize(("window", "want"), [(None, None), (0, None), (64, 64)])
+def test_sliding_window(write, window, want):
+    config = load_model(write(LLAMA3_CONFIG | {"sliding_window": window})).config
+    assert config.sliding_window == want
+    assert LlamaConfig.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.parametrize(

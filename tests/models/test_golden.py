@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from model_helpers import GOLDEN, TINY, copy_golden, edit_json, golden, logits_of
+from model_helpers import GOLDEN, SCALED, TINY, copy_golden, edit_json, golden, logits_of
 
 from lazyattn_jax.models import hf
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -39,7 +41,7 @@ def test_logits_of_tiny_models(name, tmp_path):
     assert_golden(logits_of(loaded.model, loaded.config, facts["tokens"]), facts)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", SCALED)
 def test_rope_scaling_is_used(name, tmp_path):
     folder = copy_golden(name, tmp_path / name)
     theta = hf.load_config(folder).rope.theta
@@ -79,16 +81,63 @@ def test_config_round_trip(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "biased", "head_dim", "eos", "eps"),
+    ("name", "tied", "biases", "head_dim", "eos", "eps"),
     [
-        ("tiny_llama3", False, False, 16, (2, 5), 1e-5),
-        ("tiny_yarn", True, False, 8, (2,), 1e-5),
-        ("tiny_linear", False, True, 8, (2,), 1e-3),
+        ("tiny_llama3", False, "", 16, (2, 5), 1e-5),
+        ("tiny_yarn", True, "", 8, (2,), 1e-5),
+        ("tiny_linear", False, "qkv o mlp", 8, (2,), 1e-3),
+        ("tiny_mistral", False, "", 16, (2,), 1e-6),
+        ("tiny_qwen2", True, "qkv", 8, (2,), 1e-6),
+        ("tiny_qwen3", False, "qkv o", 16, (2,), 1e-6),
     ],
 )
-def test_config_is_read(name, tied, biased, head_dim, eos, eps):
+def test_config_is_read(name, tied, biases, head_dim, eos, eps):
     config = hf.load_config(GOLDEN / name)
     assert config.tie_word_embeddings == tied
-    assert config.attention_bias == config.mlp_bias == biased
+    found = (config.attention_bias, config.attention_output_bias, config.mlp_bias)
+    assert found == tuple(part in biases.split() for part in ("qkv", "o", "mlp"))
     assert (config.head_dim, config.eos_token_ids, config.rms_norm_eps) == (head_dim, eos, eps)
     assert config.max_position_embeddings == 256
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "drop", "want"),
+    [
+        ("tiny_mistral", {}, (), 80),
+        ("tiny_mistral", {"sliding_window": None}, (), None),
+        ("tiny_mistral", {}, ("sliding_window",), 4096),  # as transformers takes it
+        ("tiny_llama3", {"sliding_window": 64}, (), None),
+        ("tiny_qwen2", {"sliding_window": 64}, (), None),
+        ("tiny_qwen2", QWEN_WINDOW, (), 64),
+        ("tiny_qwen2", QWEN_WINDOW | {"max_window_layers": 2}, (), None),
+        ("tiny_qwen2", QWEN_WINDOW, ("max_window_layers",), None),  # 28 of 2
+        ("tiny_qwen3", {}, (), None),
+        ("tiny_qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, (), 32),
+        ("tiny_qwen3", {"max_window_layers": 1}, ("layer_types",), 32),
+    ],
+)
+def test_sliding_window_is_read(name, changes, drop, want, tmp_path):
+    folder = copy_golden(name, tmp_path / name)
+    edit_json(folder / "config.json", *drop, **changes)
+    config = hf.load_config(folder)
+    assert config.sliding_window == want
+    assert LlamaConfig.from_hf(config.to_hf()) == config
+
+
+def test_head_dim_of_a_qwen3_that_does_not_say(tmp_path):
+    edit_json(copy_golden("tiny_qwen3", tmp_path / "model") / "config.json", "head_dim")
+    assert hf.load_config(tmp_path / "model").head_dim == 128
+
+
+def test_the_norm_of_query_and_key_heads_is_used(tmp_path: Path):
+    """Without it the logits of a Qwen3 are others: the golden ones tell."""
+    loaded = load_model(str(copy_golden("tiny_qwen3", tmp_path / "model")))
+    for layer in loaded.model.layers:
+        layer.attention.qk_norm = False
+    facts = golden()["tiny_qwen3"]
+    row = facts["rows"]["79"]
+    logits = logits_of(loaded.model, loaded.config, facts["tokens"])
+    assert np.abs(logits[79][row["top_ids"]] - row["top_logits"]).max() > 100 * TOLERANCE

@@ -32,6 +32,8 @@ def test_keys(engine: Engine) -> None:
         body = chat_body("hello")
         check_refused(server.http.post("/v1/chat/completions", json=body))
         check_refused(server.http.post("/v1/documents", json={"documents": ["x"]}))
+        check_refused(server.http.post("/tokenize", json={"prompt": "x"}))
+        check_refused(server.http.post("/detokenize", json={"tokens": [2]}))
         check_refused(server.http.get("/v1/nowhere"))
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
         with client, pytest.raises(openai.AuthenticationError):

@@ -111,6 +111,7 @@ def test_bad_bodies(server: RunningServer, path: str, body: bytes, part: str) ->
         ("stop_token_ids", ["5"], ('["5"]', "a list of token ids")),
         ("stop_token_ids", [5] * 65, ("65", "64")),
         ("prompt_logprobs", 21, ("21", "0 to 20")),
+        ("prompt_logprobs", 10**400, ("1000", "0 to 20")),  # no float is as large
         ("timeout", 0, ("0", "above 0")),
         ("timeout", -1.5, ("-1.5", "above 0")),
         ("timeout", "x", ('"x"', "must be a number")),

@@ -138,10 +138,35 @@ def test_documents(server: RunningServer, body: Any) -> None:
 
 
 @FUZZ
+@given(
+    body=st.fixed_dictionaries(
+        {},
+        optional={
+            "prompt": mostly(text),
+            "messages": mostly(messages),
+            "documents": mostly(documents),
+            "tokens": mostly(st.lists(st.integers(-1, 520))),
+            "add_special_tokens": mostly(st.booleans()),
+            "return_token_strs": mostly(st.booleans()),
+            "add_generation_prompt": mostly(st.booleans()),
+        },
+    )
+)
+@pytest.mark.parametrize("path", ["tokenize", "detokenize"])
+def test_tokens(server: RunningServer, path: str, body: Any) -> None:
+    answer = server.http.post(f"/{path}", content=json.dumps(body))
+    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"]
+
+
+@FUZZ
 @given(body=st.binary(max_size=60) | anything.map(lambda value: json.dumps(value).encode()))
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "documents"])
+@pytest.mark.parametrize(
+    "path", ["v1/chat/completions", "v1/completions", "v1/documents", "tokenize", "detokenize"]
+)
 def test_bodies_that_are_none(server: RunningServer, path: str, body: bytes) -> None:
-    answer = server.http.post(f"/v1/{path}", content=body)
+    answer = server.http.post(f"/{path}", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 

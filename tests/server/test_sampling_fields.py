@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +14,10 @@ import pytest
 from server_helpers import CONFIG, MODEL, Gate, RunningServer, chat_body, running, wait_until
 
 from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.engine.runs import TokenLogprobs
 from lazyattn_jax.models.load import load_model
+from lazyattn_jax.models.tokenizer import dummy_tokenizer
+from lazyattn_jax.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 
 LONG = {"max_tokens": 300, "ignore_eos": True}
 
@@ -181,6 +186,16 @@ def test_a_full_line_is_429(narrow_server: RunningServer, engine: Engine) -> Non
     assert error["type"] == "rate_limit_error"
     assert "2 requests are waiting, at most 3 may (--max-waiting)" in error["message"]
     assert post(n=2).status_code == 200
+
+
+def test_a_probability_of_0_is_a_number_in_json() -> None:
+    """JSON has no infinity."""
+    tokens = [TokenLogprobs(5, -math.inf, ((6, 0.0), (7, -math.inf)))]
+    tokenizer = dummy_tokenizer(300)
+    shown = (chat_logprobs(tokenizer, tokens), text_logprobs(tokenizer, tokens),
+             prompt_logprobs(tokenizer, tokens))  # fmt: skip
+    for each in shown:
+        assert json.dumps(each, allow_nan=False).count("-9999.0") == 2
 
 
 def test_logits_that_are_not_finite_are_an_error_of_one_request() -> None:
