@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) *(?:[A-Z]{2})? *:", re.MULTILINE)
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) *([A-Z]{2})? *:", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel [^;}]*target = \$region(\d+)")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 
@@ -25,11 +25,13 @@ class Part:
     Attributes:
       is_loop: whether it is a loop.
       bundles: its own, without those of inner parts.
+      fills_scalars: whether it brings numbers into scalar memory.
       inner: parts in it, in the order of the schedule.
     """
 
     is_loop: bool
     bundles: int = 0
+    fills_scalars: bool = False
     inner: list[Part] = field(default_factory=list)
 
     @property
@@ -52,7 +54,7 @@ def parse(text: str, delay_slots: int) -> Part:
 
     Args:
       text: of the file.
-      delay_slots: bundles after a branch that run whether or not it is taken.
+      delay_slots: the most bundles after a branch that run whether or not it is taken.
 
     Raises:
       ValueError: no schedule.
@@ -63,23 +65,27 @@ def parse(text: str, delay_slots: int) -> Part:
     ends = [*(start.start() for start in starts[1:]), len(text)]
     bundles = [text[a.end() : b] for a, b in zip(starts, ends, strict=True)]
     region = {int(n): i for i, bundle in enumerate(bundles) for n in _REGION.findall(bundle)}
+    begins = {i for i, start in enumerate(starts) if start[1]} | set(region.values())
     spans = []
     for at, bundle in enumerate(bundles):
         for name in _BRANCH.findall(bundle):
             # Where a region starts nowhere the kernel ends.
-            to, after = region.get(int(name), len(bundles)), at + delay_slots + 1
+            to = region.get(int(name), len(bundles))
+            slots = range(at + 1, at + delay_slots + 1)
+            after = next((slot for slot in slots if slot in begins), slots.stop)
             if to <= at:
                 spans.append((to, after, True))
             elif to > after:
                 spans.append((after, to, False))
-    return _nest(spans, len(bundles))
+    fills = [i for i, bundle in enumerate(bundles) if "dma.hbm_to_smem" in bundle]
+    return _nest(spans, fills, len(bundles))
 
 
 def cycles(schedule: Part, loops: Sequence[Loop]) -> int:
     """Cycles of a kernel that never waits.
 
-    Code that a branch may skip counts as often as the loops in it are begun, and always if there
-    are none.
+    Code that a branch may skip counts as often as the loops in it are begun. If there are none it
+    counts always, unless it brings numbers into scalar memory: a work list comes in large pieces.
 
     Args:
       schedule: of the kernel.
@@ -111,12 +117,13 @@ def _cycles(part: Part, times: int, loops: Iterator[Loop]) -> int:
             total += _cycles(inner, loop.trips, iter(loop.inner))
         else:
             held = list(islice(loops, len(inner.loops)))
-            begun = max((loop.begun for loop in held), default=times)
+            otherwise = 0 if inner.fills_scalars else times
+            begun = max((loop.begun for loop in held), default=otherwise)
             total += _cycles(inner, min(begun, times), iter(held))
     return total
 
 
-def _nest(spans: list[tuple[int, int, bool]], end: int) -> Part:
+def _nest(spans: list[tuple[int, int, bool]], fills: list[int], end: int) -> Part:
     whole = Part(False, end)
     stack = [(whole, end)]
     # Outer spans first; of equal ones the branch around a loop.
@@ -126,7 +133,7 @@ def _nest(spans: list[tuple[int, int, bool]], end: int) -> Part:
         outer, limit = stack[-1]
         size = min(last, limit) - first  # a branch out of a loop skips the rest of the loop
         outer.bundles -= size
-        part = Part(is_loop, size)
+        part = Part(is_loop, size, any(first <= at < first + size for at in fills))
         outer.inner.append(part)
         stack.append((part, first + size))
     return whole
