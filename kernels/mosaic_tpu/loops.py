@@ -121,9 +121,7 @@ def _start(tiles: _Tiles, sizes: Sizes) -> tuple[Loop, ...]:
     return _fixed("tiles ahead", 1, ahead, _bring(tiles, np.arange(min(ahead, len(tiles.entry)))))
 
 
-def _tile_loops(
-    tiles: _Tiles, which: Bool[np.ndarray, "t"], sizes: Sizes
-) -> tuple[Loop, ...]:
+def _tile_loops(tiles: _Tiles, which: Bool[np.ndarray, "t"], sizes: Sizes) -> tuple[Loop, ...]:
     """Loops of ``Reader.tiles`` around some tiles, up to the work."""
     [at] = np.nonzero(which)
     partial = int((tiles.left[at] < sizes.tile).sum())

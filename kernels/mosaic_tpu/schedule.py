@@ -77,7 +77,7 @@ def parse(text: str, delay_slots: int) -> Part:
                 spans.append((to, after, True))
             elif to > after:
                 spans.append((after, to, False))
-    fills = [i for i, bundle in enumerate(bundles) if "dma.hbm_to_smem" in bundle]
+    fills = [i for i, bundle in enumerate(bundles) if "_to_smem" in bundle]
     return _nest(spans, fills, len(bundles))
 
 
