@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lazyattn_jax.bench import eviction, kernels, latency, reuse
+from lazyattn_jax.bench import eviction, kernels, latency, reuse, tpu_steps
 
 
 def main() -> int:
@@ -14,6 +14,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     reuse.add_command(commands)
     kernels.add_command(commands)
+    tpu_steps.add_command(commands)
     eviction.add_command(commands)
     latency.add_command(commands)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
 """The static schedule of a compiled TPU kernel: how many bundles its loops take.
 
-A core issues one bundle of instructions a cycle, in the order that the compiler chose, unless it has
-to wait. So bundles times the trip counts of the loops that they are in are the cycles of a kernel
-that never waits for memory. Trip counts depend on a work list, and are not in the schedule.
+A core issues one bundle of instructions a cycle, in the order that the compiler chose, unless it
+has to wait. So bundles times the trip counts of the loops that they are in are the cycles of a
+kernel that never waits for memory. Trip counts depend on a work list, and are not in the schedule.
 """
 
 from __future__ import annotations
