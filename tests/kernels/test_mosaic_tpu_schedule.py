@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lazyattn_jax.kernels.model_shapes import decode_step, prefill_step
 from lazyattn_jax.kernels.mosaic_tpu import decode, loops, prefill
 from lazyattn_jax.kernels.mosaic_tpu.plan import block_rows, plan_decode, plan_prefill
 from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop, Part, cycles, parse
 from lazyattn_jax.kernels.mosaic_tpu.stream import records
-from lazyattn_jax.kernels.model_shapes import decode_step, prefill_step
 
-# An outer loop of bundles 1 to 12; in it a load of numbers that may be skipped (4), and a loop (8, 9)
-# that is skipped with the bundle before it where it has no trips. One delay slot.
+# A loop of bundles 1 to 13; in it a load of numbers that may be skipped (4), and a loop (8 to 10)
+# that is skipped where it has no trips. One delay slot.
 SCHEDULE = """
 LB: loop body
 = control target key end
@@ -61,7 +61,7 @@ def test_other_loops_are_refused():
     schedule = parse(SCHEDULE, 1)
     with pytest.raises(ValueError, match="outer has 1 loops in the schedule, expected 0: none"):
         cycles(schedule, [Loop("outer", 1, 10)])
-    with pytest.raises(ValueError, match="the kernel has 1 loops in the schedule, expected 2: a, b"):
+    with pytest.raises(ValueError, match="the kernel has 1 loops .* expected 2: a, b"):
         cycles(schedule, [Loop("a", 1, 1), Loop("b", 1, 1)])
     with pytest.raises(ValueError, match="no bundles"):
         parse("= control target key end", 4)
@@ -75,9 +75,7 @@ def shape_of(module, num_rows, num_heads, kv_heads, head_dim, page_size):
 
 def trips(found, name):
     """Trips of all loops of a name, wherever they are."""
-    return sum(
-        (loop.trips if loop.name == name else 0) + trips(loop.inner, name) for loop in found
-    )
+    return sum((loop.trips if loop.name == name else 0) + trips(loop.inner, name) for loop in found)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
