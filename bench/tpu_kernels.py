@@ -130,10 +130,8 @@ def _lazy(case: Case, variant: Variant) -> tuple[str, Any, tuple[Any, ...], tupl
     if case.new:
         sizes = {"num_rows": step.num_rows, "page_size": step.page_size, "group": GROUP}
         work = plan_prefill(step.references, step.runs, **sizes)
-        name, module, call = "lazy_prefill", prefill, prefill.lazy_prefill
     else:
         work = plan_decode(step.references, step.runs, page_size=step.page_size)
-        name, module, call = "lazy_decode", decode, decode.lazy_decode
     args = arguments(
         shape,
         step.page_size,
@@ -144,10 +142,16 @@ def _lazy(case: Case, variant: Variant) -> tuple[str, Any, tuple[Any, ...], tupl
         work,
         fused=is_fused(variant.head_dim),
     )
-    kernel, _ = module.kernel_shape(*args[:3])
-    blocks = KV_HEADS // kernel.reader.heads // pltpu.get_tpu_info().num_cores
-    counts = loops.prefill_loops if case.new else loops.decode_loops
-    return name, partial(call, scale=shape.scale), args, counts(kernel, blocks, work)
+    cores = pltpu.get_tpu_info().num_cores
+    if case.new:
+        prefill_shape, _ = prefill.kernel_shape(*args[:3])
+        blocks = KV_HEADS // prefill_shape.reader.heads // cores
+        trips = loops.prefill_loops(prefill_shape, blocks, work)
+        return "lazy_prefill", partial(prefill.lazy_prefill, scale=shape.scale), args, trips
+    decode_shape, _ = decode.kernel_shape(*args[:3])
+    blocks = KV_HEADS // decode_shape.reader.heads // cores
+    trips = loops.decode_loops(decode_shape, blocks, work)
+    return "lazy_decode", partial(decode.lazy_decode, scale=shape.scale), args, trips
 
 
 def _compiled(

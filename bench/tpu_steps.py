@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,9 @@ GIB = 2**30
 _ATTENTION = "mosaic_tpu"
 _DTYPE = jnp.dtype(jnp.bfloat16)
 
-_LIMITS = {"page_size": 64, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
-"""What an engine takes on a TPU unless told otherwise."""
+_PAGE_SIZE = 64
+# What an engine takes on a TPU unless told otherwise.
+_OPTIONS = EngineConfig(page_size=_PAGE_SIZE, max_num_seqs=256, max_num_batched_tokens=4096)
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def limits_for(generation: str, config: LlamaConfig) -> Limits:
     """
     left = HBM[generation] - _bytes(_model(config)[1])
     pool = int(left * POOL_SHARE)
-    if pool < _LIMITS["page_size"] * bytes_per_token(config, _DTYPE):
+    if pool < _PAGE_SIZE * bytes_per_token(config, _DTYPE):
         raise ValueError(f"the weights take {-left / GIB:.2f} GiB more than there are")
-    return EngineConfig(kv_pool_bytes=pool, **_LIMITS).resolve_limits(config, _DTYPE)
+    return replace(_OPTIONS, kv_pool_bytes=pool).resolve_limits(config, _DTYPE)
 
 
 def measure(

@@ -61,7 +61,7 @@ def test_other_loops_are_refused():
     schedule = parse(SCHEDULE, 1)
     with pytest.raises(ValueError, match="outer has 1 loops in the schedule, expected 0: none"):
         cycles(schedule, [Loop("outer", 1, 10)])
-    with pytest.raises(ValueError, match="the kernel has 1 loops .* expected 2: a, b"):
+    with pytest.raises(ValueError, match=r"the kernel has 1 loops .* expected 2: a, b"):
         cycles(schedule, [Loop("a", 1, 1), Loop("b", 1, 1)])
     with pytest.raises(ValueError, match="no bundles"):
         parse("= control target key end", 4)
