@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -177,6 +178,7 @@ def _compiled(
 def table_of(generation: str, found: Sequence[Compared]) -> Table:
     """A row for each case."""
     table = Table(
+        box=box.SIMPLE,
         title=f"Compiled for a {generation}: seconds, MiB of VMEM, and cycles without waiting",
         title_justify="left",
         caption="jax: its ragged_paged_attention, which turns and shares nothing; goal of the "

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -190,6 +191,7 @@ def _bytes(tree: Any) -> int:
 def table_of(title: str, found: Iterable[Taken], limits: Limits, hbm: int) -> Table:
     """A row for each step."""
     table = Table(
+        box=box.SIMPLE,
         title=f"{title}: GiB of memory, and MiB of VMEM",
         title_justify="left",
         caption=f"steps by rows; pool: {limits.num_pages} pages of {limits.page_size}; "
@@ -197,7 +199,7 @@ def table_of(title: str, found: Iterable[Taken], limits: Limits, hbm: int) -> Ta
         caption_justify="left",
     )
     table.add_column("step", no_wrap=True)
-    for name in ("s", "weights", "pool", "other", "temp", "results", "sum", "fits", "VMEM"):
+    for name in ("s", "weights", "pool", "other", "temp", "out", "sum", "fits", "VMEM"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         if one.problem is not None:
