@@ -16,6 +16,7 @@ from lazyattn_jax.bench import (
     serve,
     soak,
     steps,
+    tpu_steps,
 )
 
 
@@ -25,6 +26,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     reuse.add_command(commands)
     kernels.add_command(commands)
+    tpu_steps.add_command(commands)
     eviction.add_command(commands)
     latency.add_command(commands)
     serve.add_command(commands)

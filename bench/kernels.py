@@ -2,6 +2,7 @@
 
 bfloat16, 32 query heads, 8 KV heads, random data. Every kernel is checked against float64 before
 it is timed. Times are those of a call in a chain of calls; "kernels" is what CUPTI says of them.
+Without a GPU or TPU, --aot compiles the kernels for one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lazyattn_jax.bench import record
+from lazyattn_jax.bench import record, tpu_kernels
 from lazyattn_jax.bench.kernel_ahead import compile_all
 from lazyattn_jax.bench.kernel_cases import CASES, HEADLINE, variants
 from lazyattn_jax.bench.kernel_copies import COPIES, measure_copies
@@ -26,6 +27,7 @@ from lazyattn_jax.bench.kernel_report import save_plot, tables
 from lazyattn_jax.bench.kernel_runs import Result, measure_case
 from lazyattn_jax.bench.timing import read_ceiling
 from lazyattn_jax.kernels.mosaic_gpu.support import check_device
+from lazyattn_jax.kernels.mosaic_tpu.ahead import TOPOLOGIES
 
 NAMES = (*(case.name for case in CASES), *COPIES, "write", "plan")
 
@@ -45,9 +47,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="also draw them there, as SVG, PNG or PDF")
     parser.add_argument(
         "--aot",
-        choices=["h200"],
-        help="compile every kernel for that GPU instead, which need not be there, and report "
-        "registers and spills",
+        choices=["h200", *TOPOLOGIES],
+        help="compile every kernel for that device instead, which need not be there; h200: reports "
+        "registers and spills; TPUs: memory, and cycles beside jax's own kernel, of --only and "
+        "--quick",
     )
     parser.set_defaults(run=run)
 
@@ -60,7 +63,13 @@ def run(args: argparse.Namespace) -> None:
     """
     console = Console()
     if args.aot:
-        if not compile_all(console):
+        names = args.only or NAMES
+        is_good = (
+            compile_all(console)
+            if args.aot == "h200"
+            else tpu_kernels.compile_all(args.aot, names, args.quick, console)
+        )
+        if not is_good:
             raise SystemExit(1)
         return
     if not has_hopper():

@@ -35,7 +35,7 @@ from lazyattn_jax.kernels.work import Turns
 TILE = 256
 """Slots that are attended to at once."""
 
-_WIDTHS = (1, 4, ROWS)
+WIDTHS = (1, 4, ROWS)
 """Rows that are attended with at once: an entry takes the least that suffices."""
 
 _MARGIN = 2 * 2**20
@@ -74,6 +74,27 @@ class _Shape:
         return self.reader.depth * self.reader.tile_bytes + entry + running + _MARGIN
 
 
+def kernel_shape(
+    q: Any, k_pages: Any, v_pages: Any | None, *, interpret: bool = False
+) -> tuple[_Shape, int]:
+    """Sizes of the kernel for arguments of ``lazy_decode``, and its bytes of a core's memory.
+
+    Raises:
+      NotImplementedError: it does not fit.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    padded = -(-(num_heads // kv_heads) // 8) * 8
+    pools = 1 if v_pages is None else 2
+
+    def shape_of(heads: int) -> _Shape:
+        sizes = Sizes(page_size, TILE, ROWS, heads, pools, q.dtype)
+        return _Shape(head_dim, padded, num_rows, sizes)
+
+    heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, interpret)
+    return shape_of(heads), vmem
+
+
 def lazy_decode(
     q: Float[Array, "B N H"],
     k_pages: Float[Array, "P K S H"],
@@ -103,16 +124,10 @@ def lazy_decode(
     """
     group = check_arrays(q, k_pages, v_pages, turns)
     num_rows, _, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    kv_heads = k_pages.shape[1]
     pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
-    padded = -(-group // 8) * 8
-
-    def shape_of(heads: int) -> _Shape:
-        sizes = Sizes(page_size, TILE, ROWS, heads, len(pools), q.dtype)
-        return _Shape(head_dim, padded, num_rows, sizes)
-
-    heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, bool(interpret))
-    shape = shape_of(heads)
+    shape, vmem = kernel_shape(q, k_pages, v_pages, interpret=bool(interpret))
+    heads, padded = shape.reader.heads, shape.group
     queries = padded_queries(q).reshape(num_rows, kv_heads, group, LANES).swapaxes(0, 1)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
     block = pl.BlockSpec((heads, num_rows, padded, LANES), lambda h, *_: (h, 0, 0, 0))
@@ -200,7 +215,7 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
 
     def work(entry, angles):
         turn(entry, angles)
-        for narrower, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
+        for narrower, width in zip((0, *WIDTHS), WIDTHS, strict=False):
 
             @pl.when((entry.count > narrower) & (entry.count <= width))
             def _(width=width):

@@ -34,7 +34,7 @@ from lazyattn_jax.kernels.work import Turns
 TILE = 512
 """Slots that are attended to at once."""
 
-_WIDTHS = (128, 256, TILE)
+WIDTHS = (128, 256, TILE)
 """Slots of what is left of a run: the least that suffices is attended to."""
 
 _MARGIN = 2 * 2**20
@@ -71,6 +71,25 @@ class _Shape:
         return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
 
 
+def kernel_shape(
+    q: Any, k_pages: Any, v_pages: Any | None, *, interpret: bool = False
+) -> tuple[_Shape, int]:
+    """Sizes of the kernel for arguments of ``lazy_prefill``, and its bytes of a core's memory.
+
+    Raises:
+      NotImplementedError: it does not fit.
+    """
+    _, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    group, pools = num_heads // kv_heads, 1 if v_pages is None else 2
+
+    def shape_of(heads: int) -> _Shape:
+        return _Shape(head_dim, group, Sizes(page_size, TILE, 1, heads, pools, q.dtype))
+
+    heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, interpret)
+    return shape_of(heads), vmem
+
+
 def lazy_prefill(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "P K S H"],
@@ -88,7 +107,7 @@ def lazy_prefill(
     """
     group = check_arrays(q, k_pages, v_pages, turns)
     num_rows, _, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    kv_heads = k_pages.shape[1]
     pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
     size, windows = window_rows(group), work.first_entry.shape[0] - 1
     if windows != -(-num_rows // size):
@@ -96,11 +115,8 @@ def lazy_prefill(
             f"the work list has {windows} windows of {size} query rows, q has {num_rows} rows"
         )
 
-    def shape_of(heads: int) -> _Shape:
-        return _Shape(head_dim, group, Sizes(page_size, TILE, 1, heads, len(pools), q.dtype))
-
-    heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, bool(interpret))
-    shape = shape_of(heads)
+    shape, vmem = kernel_shape(q, k_pages, v_pages, interpret=bool(interpret))
+    heads = shape.reader.heads
     queries = jnp.pad(padded_queries(q), ((0, windows * size - num_rows), (0, 0), (0, 0)))
     queries = queries.reshape(-1, kv_heads, group, LANES).transpose(1, 2, 0, 3)
     block = pl.BlockSpec(shape.window, lambda h, w, *_: (h, 0, w, 0))
@@ -192,7 +208,7 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
                         attend_to(slots, k, block, stage, visible(block) if masked else None)
 
             pl.when(is_plain)(lambda: all_heads(TILE, False))
-            for less, slots in zip((0, *_WIDTHS), _WIDTHS, strict=False):
+            for less, slots in zip((0, *WIDTHS), WIDTHS, strict=False):
                 fits = left > less if slots == TILE else (left > less) & (left <= slots)
                 pl.when(~is_plain & fits)(functools.partial(all_heads, slots, True))
 

@@ -16,7 +16,7 @@ from lazyattn_jax.models.config import LlamaConfig
 
 GIB = 1 << 30
 _CPU_POOL_BYTES = GIB
-_POOL_SHARE = 0.9  # of the accelerator memory that the weights leave
+POOL_SHARE = 0.9  # of the accelerator memory that the weights leave
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -191,4 +191,4 @@ def _free_bytes() -> int | None:
 
 def _default_pool_bytes() -> int:
     free = _free_bytes()
-    return _CPU_POOL_BYTES if free is None else int(free * _POOL_SHARE)
+    return _CPU_POOL_BYTES if free is None else int(free * POOL_SHARE)

@@ -10,12 +10,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import Slots
+from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS
 from lazyattn_jax.engine.plan import StepPlan
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.engine.sampler import SamplingRows
 from lazyattn_jax.engine.seats import Adjustments, Occupant, padded
-from lazyattn_jax.kernels.work import Turns, Works
+from lazyattn_jax.kernels.work import Turns, WorkLists, Works
 
 
 class Choices(NamedTuple):
@@ -49,6 +50,33 @@ def step_inputs(plan: StepPlan, choices: Choices) -> StepInputs:
     slots = Slots(plan.page, plan.offset)
     tokens = plan.tokens, plan.cos, plan.sin, slots
     return StepInputs(*tokens, plan.turns, plan.works, plan.adapted, choices)
+
+
+def empty_inputs(
+    limits: Limits,
+    lists: WorkLists,
+    head_dim: int,
+    *,
+    prefill: bool,
+    bucket: int,
+    adapter: bool = False,
+) -> StepInputs:
+    """Inputs of a batch shape with nothing to do in them."""
+    half = head_dim // 2
+    num_turns = lists.num_turns(prefill, bucket)
+    plan = StepPlan(
+        bucket,
+        np.zeros(bucket, np.int32),
+        np.zeros((bucket, half), np.float32),
+        np.zeros((bucket, half), np.float32),
+        np.full(bucket, limits.num_pages, np.int32),
+        np.zeros(bucket, np.int32),
+        Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
+        lists.empty(prefill, bucket),
+        np.zeros(bucket, bool) if adapter else None,
+    )
+    size = limits.choices(prefill, bucket)
+    return step_inputs(plan, make_choices(size, (), (), limits.max_num_seqs))
 
 
 def make_choices(

@@ -101,6 +101,10 @@ class Limits:
         """Requests that can end their prompt in one prefill step."""
         return min(self.max_num_seqs, bucket // 16)
 
+    def choices(self, prefill: bool, bucket: int) -> int:
+        """Tokens that are chosen in a step."""
+        return self.prefill_samples(bucket) if prefill else bucket
+
     def decode_items(self, bucket: int) -> int:
         """Work items that a decode step holds, of each width."""
         return self.max_items * min(bucket, 4) + 16 * bucket

@@ -14,7 +14,7 @@ from flax import nnx
 
 from lazyattn_jax.cache.pool import make_pool
 from lazyattn_jax.engine.copies import empty_moves, make_moves
-from lazyattn_jax.engine.inputs import Choices, StepInputs, make_choices, occupant, step_inputs
+from lazyattn_jax.engine.inputs import empty_inputs, make_choices, occupant, step_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, PageCopy, Request, TokenRun
@@ -22,7 +22,6 @@ from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
 from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, copy, score, step
 from lazyattn_jax.kernels.api import choose, wants_fused_pages
-from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
 
@@ -142,7 +141,14 @@ class Runner:
             rows = np.zeros(SCORED_ROWS, np.int32)
             return jax.jit(partial(score, self._graph)).lower(self._weights, hidden, rows, rows)
         prefill = kind == "prefill"
-        inputs = self._empty_inputs(prefill, bucket)
+        inputs = empty_inputs(
+            self._limits,
+            self._lists,
+            self._config.head_dim,
+            prefill=prefill,
+            bucket=bucket,
+            adapter=self._adapter,
+        )
         return self._step.lower(self._weights, self._pool, self._seats, inputs, prefill=prefill)
 
     def sit(self, request: Request) -> None:
@@ -191,30 +197,9 @@ class Runner:
     def _run(
         self, prefill: bool, plan: StepPlan, rows: Sequence[int], requests: Sequence[Request]
     ) -> StepResult:
-        inputs = step_inputs(plan, self._choices(prefill, plan.bucket, rows, requests))
+        size = self._limits.choices(prefill, plan.bucket)
+        choices = make_choices(size, rows, requests, self._limits.max_num_seqs)
+        inputs = step_inputs(plan, choices)
         run = self.programs["prefill" if prefill else "decode", plan.bucket]
         result, self._pool, self._seats = run(self._weights, self._pool, self._seats, inputs)
         return result
-
-    def _choices(
-        self, prefill: bool, bucket: int, rows: Sequence[int], requests: Sequence[Request]
-    ) -> Choices:
-        size = self._limits.prefill_samples(bucket) if prefill else bucket
-        return make_choices(size, rows, requests, self._limits.max_num_seqs)
-
-    def _empty_inputs(self, prefill: bool, bucket: int) -> StepInputs:
-        """Inputs of a batch shape with nothing to do in them."""
-        limits, half = self._limits, self._config.head_dim // 2
-        num_turns = self._lists.num_turns(prefill, bucket)
-        plan = StepPlan(
-            bucket,
-            np.zeros(bucket, np.int32),
-            np.zeros((bucket, half), np.float32),
-            np.zeros((bucket, half), np.float32),
-            np.full(bucket, limits.num_pages, np.int32),
-            np.zeros(bucket, np.int32),
-            Turns(*(np.zeros((num_turns, half), np.float32) for _ in range(2))),
-            self._lists.empty(prefill, bucket),
-            np.zeros(bucket, bool) if self._adapter else None,
-        )
-        return step_inputs(plan, self._choices(prefill, bucket, (), ()))

@@ -13,7 +13,9 @@ from conftest import small_model
 from engine_helpers import EngineUnderTest, document, oracle_logits, text
 from flax import nnx
 
+from lazyattn_jax.engine import runner
 from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.inputs import step_inputs
 from lazyattn_jax.llm import load_for
 from lazyattn_jax.models import load
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -120,10 +122,18 @@ def test_nothing_is_shared_between_adapted_and_stock(engine):
     assert stock_again.generated == stock.generated
 
 
-def test_without_an_adapter_nothing_of_it_is_in_a_step(make_engine, engine):
+def test_without_an_adapter_nothing_of_it_is_in_a_step(make_engine, engine, monkeypatch):
     stock = make_engine(document_context="none")
-    inputs = stock._runner._empty_inputs(False, 4)
-    assert inputs.adapted is None
+    seen = []
+
+    def watched(*args):
+        seen.append(step_inputs(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(runner, "step_inputs", watched)
+    stock.run([text(1, 9)])
+    assert seen
+    assert all(inputs.adapted is None for inputs in seen)
     assert len(jax.tree.leaves(stock._runner._weights)) < len(
         jax.tree.leaves(engine._runner._weights)
     )

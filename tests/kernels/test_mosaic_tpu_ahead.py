@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,9 +10,6 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh
 
-from lazyattn_jax.engine import runner
-from lazyattn_jax.engine.limits import Limits
-from lazyattn_jax.engine.step import step
 from lazyattn_jax.kernels.model_shapes import (
     MODEL_SHAPES,
     arguments,
@@ -30,9 +26,6 @@ from lazyattn_jax.kernels.mosaic_tpu.decode import lazy_decode
 from lazyattn_jax.kernels.mosaic_tpu.plan import plan_decode, plan_prefill
 from lazyattn_jax.kernels.mosaic_tpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_tpu.support import is_fused
-from lazyattn_jax.models.checkpoint import LoadedModel, dummy
-from lazyattn_jax.models.config import NAMED_SHAPES
-from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 pytestmark = pytest.mark.skipif(
     not is_installed(), reason="needs libtpu: pip install 'lazyattn-jax[ahead]'"
@@ -82,38 +75,3 @@ def test_other_pages_and_float32(kind, page_size):
     for shape in MODEL_SHAPES[1:3]:
         assert kernels_of(compiled("v5e", kind, shape, page_size))
         assert kernels_of(compiled("v5e", kind, shape, page_size, jnp.float32))
-
-
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
-def test_the_pool_is_updated_in_place(prefill, monkeypatch):
-    """A whole step of an engine: had the pool to be copied, no large one would fit."""
-    config = replace(NAMED_SHAPES["llama3-1b"], num_layers=2, vocab_size=1024)
-    model = dummy(config, jnp.dtype(jnp.bfloat16))
-    loaded = LoadedModel(model, config, dummy_tokenizer(config.vocab_size), b"", "two layers")
-    monkeypatch.setattr(runner, "choose", lambda *args, **options: "mosaic_tpu")
-    limits = Limits(
-        page_size=64,
-        num_pages=2000,
-        max_model_len=2048,
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
-        max_documents=16,
-    )
-    engine = runner.Runner(loaded, limits, "mosaic_tpu")
-    inputs = engine._empty_inputs(prefill, 256 if prefill else 16)
-    options = {"prefill": prefill, "attention": "mosaic_tpu", "scale": config.head_dim**-0.5}
-    program = compile_for_tpu(
-        "v5e",
-        partial(step, engine._graph, **options),
-        engine._weights,
-        engine._pool,
-        engine._seats,
-        inputs,
-        donate=(1, 2),
-    )
-    assert len(kernels_of(program)) == config.num_layers
-    pool = sum(x.nbytes for kv in engine._pool for x in kv if x is not None)
-    memory = program.memory_analysis()
-    assert pool > 400 << 20
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 8
