@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 import pytest
-from engine_helpers import EngineUnderTest
-from flax import nnx
+from engine_helpers import EngineUnderTest, small_model
 
 from lazyattn_jax.engine.config import EngineConfig
-from lazyattn_jax.models.checkpoint import LoadedModel, dummy, fingerprint
-from lazyattn_jax.models.config import NAMED_SHAPES
-from lazyattn_jax.models.tokenizer import dummy_tokenizer
-
-
-@functools.cache
-def small_model() -> LoadedModel:
-    """Random weights, scaled up so that what a token attends to decides what comes next."""
-    config = NAMED_SHAPES["tiny"]
-    model = dummy(config, jnp.float32)
-    for path, param in nnx.to_flat_state(nnx.state(model)):
-        if path[-1] == "kernel":
-            param[...] = param[...] * 8
-    tokenizer = dummy_tokenizer(config.vocab_size)
-    return LoadedModel(model, config, tokenizer, fingerprint(model, config), "small")
+from lazyattn_jax.models.checkpoint import LoadedModel
 
 
 @pytest.fixture(scope="session")

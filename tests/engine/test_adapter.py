@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import small_model
-from engine_helpers import EngineUnderTest, document, oracle_logits, text
+from engine_helpers import EngineUnderTest, document, oracle_logits, small_model, text
 from flax import nnx
 
 from lazyattn_jax.engine import runner
