@@ -28,16 +28,12 @@ from lazyattn_jax.bench.answer_metrics import (
     token_f1,
 )
 from lazyattn_jax.bench.quality_runs import FULL, Mode, answer, asks, cost, token_losses
-from lazyattn_jax.bench.question_sets import (
-    QuestionSet,
-    question_sets,
-    read_json_lines,
-    reordered,
-)
+from lazyattn_jax.bench.question_sets import QuestionSet, question_sets, reordered
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import RequestError
 from lazyattn_jax.llm import LLM, keep_compiled
 from lazyattn_jax.models.load import EMBEDDED
+from lazyattn_jax.questions import read_json_lines
 
 _ENGINE_NUMBERS = ("max-num-seqs", "max-num-batched-tokens", "max-model-len", "kv-pool-bytes")
 
@@ -203,7 +199,7 @@ def perplexity(losses: list[list[float]]) -> Interval:
 
 
 def _texts(path: Path) -> list[str]:
-    texts = [line.get("text") for line in read_json_lines(path)]
+    texts = [line.get("text") for _, line in read_json_lines(path)]
     found = list(dict.fromkeys(t for t in texts if isinstance(t, str) and t))
     if not found:
         raise ValueError(f"{path} has no texts")

@@ -6,13 +6,14 @@ Contents are token ids where the model runs in this process, so that lengths are
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lazyattn_jax.questions import read_json_lines
 
 type Content = tuple[int, ...] | str
 """Token ids, or text."""
@@ -140,7 +141,7 @@ def make_words(rng: np.random.Generator, count: int) -> str:
 
 
 def read_jsonl(path: Path, output_tokens: int) -> list[Query]:
-    """Questions with documents, one JSON object a line.
+    """Questions with documents, one JSON object a line, plain or gzip.
 
     A document is a string or has a ``text`` and maybe a ``title``.
 
@@ -148,17 +149,14 @@ def read_jsonl(path: Path, output_tokens: int) -> list[Query]:
       ValueError: a line that is not such an object; the message names it.
     """
     queries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for where, entry in read_json_lines(path):
         try:
-            entry = json.loads(line)
             documents = tuple(_text_of(d) for d in entry["documents"])
             answers = tuple(map(str, entry.get("answers", ())))
             queries.append(Query("", documents, str(entry["question"]), output_tokens, answers))
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no object with 'question' and 'documents': {error!r}"
+                f"{where} is no object with 'question' and 'documents': {error!r}"
             ) from None
     if not queries:
         raise ValueError(f"{path} has no questions")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from lazyattn_jax.engine.request import DocumentPiece, RequestError
+from lazyattn_jax.engine.request import DocumentPiece
 from lazyattn_jax.models.tokenizer import Tokenizer
-from lazyattn_jax.prompt import Document, chat_prompt, parse_documents
+from lazyattn_jax.prompt import Document, chat_prompt
+from lazyattn_jax.questions import QuestionLine, read_questions
 
-_GZIP = b"\x1f\x8b"
 _MOST_JOINED = 5
 _GAP = "____"
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -40,8 +37,7 @@ class Questions:
     """The questions of one file.
 
     Args:
-      path: JSON lines, plain or gzip: ``question``, ``answers``, and ``title`` and ``text`` of the
-        passage that holds the answer, or ``documents`` to be used as they are.
+      path: JSON lines, see ``questions.read_questions``.
 
     Raises:
       ValueError: the file cannot be read, or a line is not such an object.
@@ -49,9 +45,7 @@ class Questions:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.all = [_parse(line, where) for where, line in _lines(path)]
-        if not self.all:
-            raise ValueError(f"{path} has no questions")
+        self.all = [_longest_found(line) for line in read_questions(path)]
 
     @cached_property
     def passages(self) -> list[Document]:
@@ -199,35 +193,8 @@ def _join(passages: Sequence[Document]) -> Document:
     return Document("\n".join(p.text for p in passages))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-
-
-def _parse(line: Any, where: str) -> Question:
-    if not isinstance(line, dict):
-        raise ValueError(f"{where} is no JSON object")
-    text, answers, documents = (line.get(name) for name in ("question", "answers", "documents"))
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{where} has no 'question'")
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
-        raise ValueError(f"{where} has no 'answers', a list of strings")
-    try:
-        own = tuple(parse_documents([line] if documents is None else documents))
-    except RequestError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not own:
-        raise ValueError(f"{where} has no documents")
-    # Of several right answers the longest that can be found says most.
-    whole = "\n".join(d.text for d in own).lower()
-    found = [a for a in answers if a.lower() in whole]
-    return Question(text, max(found or answers, key=len), own)
+def _longest_found(line: QuestionLine) -> Question:
+    """Of several right answers the longest that stands in the documents says most."""
+    whole = "\n".join(d.text for d in line.documents).lower()
+    found = [a for a in line.answers if a.lower() in whole]
+    return Question(line.question, max(found or line.answers, key=len), line.documents)

@@ -79,10 +79,10 @@ def test_own_documents_are_kept(tmp_path):
     ("text", "message"),
     [
         ("", "has no questions"),
-        ("{}", "question 1 has no 'question'"),
+        ("{}", "line 1 has no 'question'"),
         ('{"question": "q", "answers": "a", "text": "t"}', "no 'answers', a list"),
-        ('{"question": "q", "answers": ["a"]}', "question 1: a document with .* has no 'text'"),
-        ('{"question": "q", "answers": ["a"], "documents": []}', "no list with documents"),
+        ('{"question": "q", "answers": ["a"]}', "line 1: a document with .* has no 'text'"),
+        ('{"question": "q", "answers": ["a"], "documents": []}', "line 1 has no documents"),
         ("[1]", "line 1 is no JSON object"),
         ("\n{", "line 2: "),
     ],

@@ -89,7 +89,7 @@ def test_jsonl(tmp_path):
     assert asked[0].documents == ("One.", "T\nTwo.")
     assert asked[0].answers == ("1",)
     path.write_text('{"question": "Who?"}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .*questions.jsonl is no object"):
+    with pytest.raises(ValueError, match=r"questions.jsonl, line 1 is no object"):
         queries(1, name="jsonl", file=str(path))
 
 
