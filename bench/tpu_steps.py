@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +27,7 @@ from lazyattn_jax.engine.config import POOL_SHARE, EngineConfig
 from lazyattn_jax.engine.inputs import empty_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.seats import make_seats
-from lazyattn_jax.engine.step import step
+from lazyattn_jax.engine.step import Rebuild, step, take_apart
 from lazyattn_jax.kernels.api import wants_fused_pages
 from lazyattn_jax.kernels.mosaic_tpu.ahead import HBM, TOPOLOGIES, compile_for_tpu, kernels_of
 from lazyattn_jax.models.config import NAMED_SHAPES, LlamaConfig
@@ -168,20 +169,21 @@ def compile_step(
         head_dim=config.head_dim,
         num_cores=0,
     )
-    graph, weights = _model(config)
+    rebuild, weights = _model(config)
     fused = wants_fused_pages(_ATTENTION, config.head_dim)
     pool = jax.eval_shape(
         lambda: make_pool(config, limits.num_pages, limits.page_size, _DTYPE, fused=fused)
     )
     seats = jax.eval_shape(lambda: make_seats(limits.max_num_seqs, config.vocab_size, 1))
     inputs = empty_inputs(limits, lists, config.head_dim, prefill=prefill, bucket=bucket)
-    call = partial(step, graph, prefill=prefill, attention=_ATTENTION, scale=config.head_dim**-0.5)
-    args = (weights, pool, seats, inputs)
-    return compile_for_tpu(generation, call, *args, donate=(1, 2)), args
+    scale = config.head_dim**-0.5
+    call = partial(step, rebuild, prefill=prefill, attention=_ATTENTION, scale=scale)
+    args = (weights, pool, seats.token, inputs)
+    return compile_for_tpu(generation, call, *args, donate=(1,)), args
 
 
-def _model(config: LlamaConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=_DTYPE, rngs=nnx.Rngs(0))))
+def _model(config: LlamaConfig) -> tuple[Rebuild, list[Array]]:
+    return take_apart(nnx.eval_shape(lambda: Llama(config, dtype=_DTYPE, rngs=nnx.Rngs(0))))
 
 
 def _bytes(tree: Any) -> int:

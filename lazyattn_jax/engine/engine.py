@@ -263,14 +263,14 @@ class Engine:
     def _read(self, step: Step) -> list[Output]:
         """Waits for a step's tokens."""
         begin = time.perf_counter()
-        tokens = np.asarray(step.result.tokens).tolist()
+        tokens = np.asarray(step.result.chosen.tokens).tolist()
         self._waited += time.perf_counter() - begin
         if step.scores is not None:
             step.scores.note()
         now = time.monotonic()
         logprobs = None
         if any(r.params.logprobs is not None for r in step.requests):
-            logprobs = read_logprobs([step.result.logprobs], tokens[: len(step.requests)])
+            logprobs = read_logprobs([step.result.chosen.logprobs], tokens[: len(step.requests)])
         outputs = []
         for owner, at in step.unsound():
             outputs += self._end(self.scheduler.spoil(owner, at), "error")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import Slots
 from lazyattn_jax.engine.limits import Limits
-from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS
+from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS, Effort
 from lazyattn_jax.engine.plan import StepPlan
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.engine.sampler import SamplingRows
@@ -20,19 +20,17 @@ from lazyattn_jax.kernels.work import Turns, WorkLists, Works
 
 
 class Choices(NamedTuple):
-    """Which rows of a step a token is chosen after, and how; the same for both kinds of step."""
+    """How tokens are chosen, and for whom; the same for both kinds of step."""
 
-    sampled: Int[Array, "B"]  # rows of the step
     sampling: SamplingRows
     adjustments: Adjustments
-    logprobs: Bool[Array, ""]  # whether any row wants them
 
 
 class StepInputs(NamedTuple):
     """Everything a step needs from the host.
 
-    A token below 0 is the one that its row's seat got last. ``adapted`` says which tokens the
-    model's adapter is for; none if it has no adapter.
+    A token below 0 is the one that its row's seat got last; rows of a prefill step have no seat.
+    ``adapted`` says which tokens the model's adapter is for; none if it has no adapter.
     """
 
     tokens: Int[Array, "T"]
@@ -42,14 +40,17 @@ class StepInputs(NamedTuple):
     turns: Turns
     works: Works
     adapted: Bool[Array, "T"] | None
-    choices: Choices
+    sampled: Int[Array, "B"]  # rows that a token is chosen after
+    seat: Int[Array, "B"]  # of each of them
 
 
-def step_inputs(plan: StepPlan, choices: Choices) -> StepInputs:
+def step_inputs(
+    plan: StepPlan, sampled: Int[np.ndarray, "B"], seat: Int[np.ndarray, "B"]
+) -> StepInputs:
     """The inputs of a planned step."""
     slots = Slots(plan.page, plan.offset)
     tokens = plan.tokens, plan.cos, plan.sin, slots
-    return StepInputs(*tokens, plan.turns, plan.works, plan.adapted, choices)
+    return StepInputs(*tokens, plan.turns, plan.works, plan.adapted, sampled, seat)
 
 
 def empty_inputs(
@@ -76,33 +77,28 @@ def empty_inputs(
         np.zeros(bucket, bool) if adapter else None,
     )
     size = limits.choices(prefill, bucket)
-    return step_inputs(plan, make_choices(size, (), (), limits.max_num_seqs))
+    return step_inputs(plan, padded([], size, 0), padded([], size, limits.max_num_seqs))
 
 
-def make_choices(
-    size: int, rows: Sequence[int], requests: Sequence[Request], num_seats: int
-) -> Choices:
-    """Choices for ``requests``, after rows ``rows`` of the step, padded to ``size``."""
+def make_choices(size: int, requests: Sequence[Request], num_seats: int, effort: Effort) -> Choices:
+    """Choices for ``requests``, padded to ``size``; only their seats if no more is needed."""
     count = len(requests)
-    sampled = padded(list(rows), size, 0)
+    seat = padded([r.seat for r in requests], size, num_seats)
     floats = np.zeros((6, size), np.float32)
     floats[1] = floats[3] = 1  # top_p and repetition
-    ints = np.zeros((5, size), np.int64)
-    ints[4] = num_seats
+    ints = np.zeros((4, size), np.int64)
     used, held = np.zeros((2, size), bool)
-    if count:
+    if effort is not Effort.GREEDY and count:
         floats[:, :count] = np.array([_floats(r) for r in requests], np.float32).T
         ints[:, :count] = np.array([_ints(r) for r in requests], np.int64).T
         used[:count] = [r.params.adjusts_logits for r in requests]
         held[:count] = [r.num_sampled < r.params.min_tokens for r in requests]
     temperature, top_p, min_p, repetition, presence, frequency = floats
-    top_k, step, seat = ints[[0, 3, 4]].astype(np.int32)
+    top_k, step = ints[[0, 3]].astype(np.int32)
     seed = ints[1:3].T.astype(np.uint32)
     return Choices(
-        sampled,
         SamplingRows(temperature, top_k, top_p, min_p, seed, step),
         Adjustments(seat, used, held, repetition, presence, frequency),
-        np.asarray(any(r.params.logprobs is not None for r in requests)),
     )
 
 
@@ -115,7 +111,7 @@ def _floats(request: Request) -> tuple[float, ...]:
 def _ints(request: Request) -> tuple[int, ...]:
     seed = request.seed
     words = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
-    return request.params.top_k, *words, request.num_sampled, request.seat
+    return request.params.top_k, *words, request.num_sampled
 
 
 def occupant(

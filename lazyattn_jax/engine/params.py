@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
 
 from lazyattn_jax.engine.request import RequestError
 
@@ -13,6 +15,17 @@ MAX_LOGPROBS = 20
 MAX_N = 16
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
+
+
+class Effort(IntEnum):
+    """What it takes to choose tokens for a batch; the most that any of its requests needs."""
+
+    GREEDY = 0
+    """The most likely ones."""
+    DRAWN = 1
+    """Draws, from all tokens or those that ``min_p`` leaves."""
+    FULL = 2
+    """Whatever there is: adjusted logits, ``top_k`` and ``top_p``, log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,15 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
         )
+
+    @cached_property
+    def effort(self) -> Effort:
+        """What it takes to choose this request's tokens."""
+        drawn = self.temperature > 0
+        filtered = drawn and (self.top_k > 0 or self.top_p < 1)
+        if filtered or self.adjusts_logits or self.logprobs is not None:
+            return Effort.FULL
+        return Effort.DRAWN if drawn else Effort.GREEDY
 
     def answers(self) -> list[SamplingParams]:
         """The parameters of each answer, for a request of its own."""

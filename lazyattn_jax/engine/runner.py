@@ -10,18 +10,26 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lazyattn_jax.cache.pool import make_pool
 from lazyattn_jax.engine.copies import empty_moves, make_moves
 from lazyattn_jax.engine.inputs import empty_inputs, make_choices, occupant, step_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
+from lazyattn_jax.engine.params import Effort
 from lazyattn_jax.engine.plan import Planner, StepPlan
 from lazyattn_jax.engine.runs import Chunk, PageCopy, Request, TokenRun
 from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
-from lazyattn_jax.engine.step import SCORED_ROWS, StepResult, copy, score, step
-from lazyattn_jax.kernels.api import choose, wants_fused_pages
+from lazyattn_jax.engine.step import (
+    SCORED_ROWS,
+    StepResult,
+    choose,
+    copy,
+    score,
+    step,
+    take_apart,
+)
+from lazyattn_jax.kernels import api
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
 
@@ -55,12 +63,12 @@ class Runner:
     ) -> None:
         self._limits = limits
         self._config = loaded.config
-        self._graph, self._weights = nnx.split(loaded.model)
+        self._rebuild, self._weights = take_apart(loaded.model)
         self._dtype = loaded.model.embed.embedding.dtype
         rope = loaded.config.rope
         group = loaded.config.num_heads // loaded.config.num_kv_heads
         device = jax.devices()[0]
-        attention = choose(
+        attention = api.choose(
             attention,
             dtype=self._dtype,
             head_dim=loaded.config.head_dim,
@@ -93,7 +101,7 @@ class Runner:
             limits.num_pages,
             limits.page_size,
             self._dtype,
-            fused=wants_fused_pages(attention, loaded.config.head_dim),
+            fused=api.wants_fused_pages(attention, loaded.config.head_dim),
         )
         vocab = loaded.config.vocab_size
         self._seats = make_seats(limits.max_num_seqs, vocab, end_tokens)
@@ -102,10 +110,11 @@ class Runner:
         )
         scale = loaded.config.head_dim**-0.5
         self._step = jax.jit(
-            partial(step, self._graph, attention=attention, scale=scale),
-            donate_argnums=(1, 2),
+            partial(step, self._rebuild, attention=attention, scale=scale),
+            donate_argnums=1,
             static_argnames="prefill",
         )
+        self._choose = jax.jit(choose, donate_argnums=2, static_argnames="effort")
         self._copy = jax.jit(partial(copy, implementation=attention), donate_argnums=0)
         self.programs: Programs = {} if programs is None else programs
 
@@ -119,6 +128,9 @@ class Runner:
         shapes = [("decode", b) for b in limits.decode_buckets]
         shapes += [(kind, b) for b in limits.prefill_buckets for kind in ("prefill", "score")]
         shapes += [("copy", b) for b in limits.copy_buckets]
+        sizes = {limits.choices(False, b) for b in limits.decode_buckets}
+        sizes |= {limits.choices(True, b) for b in limits.prefill_buckets}
+        shapes += [(effort.name, size) for effort in Effort for size in sorted(sizes)]
         shapes.append(("sit", 0))
         shapes = [shape for shape in shapes if shape not in self.programs]
         progress(0, len(shapes))
@@ -139,7 +151,13 @@ class Runner:
         if kind == "score":
             hidden = jax.ShapeDtypeStruct((bucket, self._config.hidden_size), self._dtype)
             rows = np.zeros(SCORED_ROWS, np.int32)
-            return jax.jit(partial(score, self._graph)).lower(self._weights, hidden, rows, rows)
+            return jax.jit(partial(score, self._rebuild)).lower(self._weights, hidden, rows, rows)
+        if kind in Effort.__members__:
+            logits = jax.ShapeDtypeStruct((bucket, self._config.vocab_size), np.float32)
+            usable = jax.ShapeDtypeStruct((bucket,), bool)
+            effort = Effort[kind]
+            choices = make_choices(bucket, (), self._limits.max_num_seqs, effort)
+            return self._choose.lower(logits, usable, self._seats, choices, effort=effort)
         prefill = kind == "prefill"
         inputs = empty_inputs(
             self._limits,
@@ -149,7 +167,8 @@ class Runner:
             bucket=bucket,
             adapter=self._adapter,
         )
-        return self._step.lower(self._weights, self._pool, self._seats, inputs, prefill=prefill)
+        last = self._seats.token
+        return self._step.lower(self._weights, self._pool, last, inputs, prefill=prefill)
 
     def sit(self, request: Request) -> None:
         """Sets up the seat of a request whose logits are adjusted."""
@@ -187,19 +206,23 @@ class Runner:
         Returns:
           Those of ``SCORED_ROWS`` rows each, padded.
         """
-        run = self.programs["score", len(result.hidden)]
+        run = self.programs["score", len(result.computed.hidden)]
         parts = []
         for at in range(0, len(rows), SCORED_ROWS):
             some = (padded(list(x[at : at + SCORED_ROWS]), SCORED_ROWS, 0) for x in (rows, targets))
-            parts.append(run(self._weights, result.hidden, *some))
+            parts.append(run(self._weights, result.computed.hidden, *some))
         return parts
 
     def _run(
         self, prefill: bool, plan: StepPlan, rows: Sequence[int], requests: Sequence[Request]
     ) -> StepResult:
-        size = self._limits.choices(prefill, plan.bucket)
-        choices = make_choices(size, rows, requests, self._limits.max_num_seqs)
-        inputs = step_inputs(plan, choices)
+        limits = self._limits
+        size = limits.choices(prefill, plan.bucket)
+        effort = max((r.params.effort for r in requests), default=Effort.GREEDY)
+        choices = make_choices(size, requests, limits.max_num_seqs, effort)
+        inputs = step_inputs(plan, padded(list(rows), size, 0), choices.adjustments.seat)
         run = self.programs["prefill" if prefill else "decode", plan.bucket]
-        result, self._pool, self._seats = run(self._weights, self._pool, self._seats, inputs)
-        return result
+        computed, self._pool = run(self._weights, self._pool, self._seats.token, inputs)
+        run = self.programs[effort.name, size]
+        chosen, self._seats = run(computed.logits, computed.usable, self._seats, choices)
+        return StepResult(computed, chosen)

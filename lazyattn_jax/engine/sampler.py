@@ -25,27 +25,28 @@ class SamplingRows(NamedTuple):
     step: Int[Array, "B"]
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, "B"]:
+def greedy(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The most likely tokens."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def sample(
+    logits: Float[Array, "B V"], rows: SamplingRows, *, filtered: bool = True
+) -> Int[Array, "B"]:
     """Token ids: the most likely one where temperature is 0, else drawn.
 
     top_k is applied before top_p, top_p to the probabilities that top_k leaves, and min_p last, as
     in transformers.
+
+    Args:
+      logits: of each row.
+      rows: how each row's token is chosen.
+      filtered: without it no row has top_k or top_p, and the vocabulary need not be sorted.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    hot = rows.temperature > 0
-    filtered = hot & ((rows.top_k > 0) | (rows.top_p < 1))
-    return lax.cond(
-        hot.any(),
-        lambda: jnp.where(hot, _draw(logits, rows, filtered.any()), greedy),
-        lambda: greedy,
-    )
-
-
-def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) -> Int[Array, "B"]:
     # With the largest at 0, no temperature is low enough to overflow.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
-    kept = lax.cond(any_filtered, lambda: _filter(scaled, rows), lambda: scaled)
+    kept = _filter(scaled, rows) if filtered else scaled
     # The largest is 0 and always kept, so this needs no probabilities.
     kept = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], kept, -jnp.inf)
 
@@ -54,7 +55,8 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, any_filtered: Array) 
         return jax.random.gumbel(key, logits.shape[-1:])
 
     # The largest of log-probability plus Gumbel noise is a draw from the distribution.
-    return jnp.argmax(kept + jax.vmap(noise)(rows.seed, rows.step), axis=-1).astype(jnp.int32)
+    drawn = jnp.argmax(kept + jax.vmap(noise)(rows.seed, rows.step), axis=-1)
+    return jnp.where(rows.temperature > 0, drawn.astype(jnp.int32), greedy(logits))
 
 
 def _filter(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.engine.params import MAX_BIASES, MAX_STOP_IDS
@@ -89,27 +88,20 @@ def sit(seats: Seats, occupant: Occupant) -> Seats:
 
 
 def adjust(logits: Float[Array, "B V"], seats: Seats, rows: Adjustments) -> Float[Array, "B V"]:
-    """Logits with bias and penalties, and -inf for stop tokens that may not come yet.
-
-    Nothing is computed for a batch in which no row uses any of it.
-    """
-
-    def adjusted() -> Float[Array, "B V"]:
-        row = jnp.arange(logits.shape[0])[:, None]
-        own = jnp.minimum(rows.seat, seats.token.shape[0] - 1)
-        out = logits.at[row, seats.bias_ids[own]].add(seats.biases[own], mode="drop")
-        counts = seats.counts[own]
-        factor = rows.repetition[:, None]
-        repeated = jnp.where(out > 0, out / factor, out * factor)
-        out = jnp.where(counts > 0, repeated, out)
-        times = counts >> 1
-        out -= rows.frequency[:, None] * times.astype(jnp.float32)
-        out -= jnp.where(times > 0, rows.presence[:, None], 0)
-        held = jnp.where(rows.stops_held[:, None], seats.stops[own], logits.shape[1])
-        out = out.at[row, held].set(-jnp.inf, mode="drop")
-        return jnp.where(rows.used[:, None], out, logits)
-
-    return lax.cond(rows.used.any(), adjusted, lambda: logits)
+    """Logits with bias and penalties, and -inf for stop tokens that may not come yet."""
+    row = jnp.arange(logits.shape[0])[:, None]
+    own = jnp.minimum(rows.seat, seats.token.shape[0] - 1)
+    out = logits.at[row, seats.bias_ids[own]].add(seats.biases[own], mode="drop")
+    counts = seats.counts[own]
+    factor = rows.repetition[:, None]
+    repeated = jnp.where(out > 0, out / factor, out * factor)
+    out = jnp.where(counts > 0, repeated, out)
+    times = counts >> 1
+    out -= rows.frequency[:, None] * times.astype(jnp.float32)
+    out -= jnp.where(times > 0, rows.presence[:, None], 0)
+    held = jnp.where(rows.stops_held[:, None], seats.stops[own], logits.shape[1])
+    out = out.at[row, held].set(-jnp.inf, mode="drop")
+    return jnp.where(rows.used[:, None], out, logits)
 
 
 def remember(seats: Seats, seat: Int[Array, "B"], token: Int[Array, "B"]) -> Seats:

@@ -39,7 +39,7 @@ class Step:
 
     def unsound(self) -> list[tuple[EncodeJob | Request, int]]:
         """Whose tokens came out unusable, with the first of them. Waits for the step."""
-        sound = np.asarray(self.result.sound)
+        sound = np.asarray(self.result.computed.sound)
         if sound.all():
             return []
         found, row = [], 0

@@ -1,59 +1,71 @@
-"""The traced programs: model, pool, seats and sampler in one step."""
+"""The traced programs: a step of the model over the pool, and the choice of tokens after it."""
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import LayerKV, write
-from lazyattn_jax.engine.inputs import StepInputs
-from lazyattn_jax.engine.params import MAX_LOGPROBS
-from lazyattn_jax.engine.sampler import Logprobs, logprobs_of, sample
+from lazyattn_jax.engine.inputs import Choices, StepInputs
+from lazyattn_jax.engine.params import MAX_LOGPROBS, Effort
+from lazyattn_jax.engine.sampler import Logprobs, greedy, logprobs_of, sample
 from lazyattn_jax.engine.seats import Seats, adjust, remember
 from lazyattn_jax.kernels.api import copy_pages, lazy_decode, lazy_prefill
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.kernels.work import Moves
+from lazyattn_jax.models.llama import Llama
 
 SCORED_ROWS = 64
 """Rows whose logits are computed at once for log-probabilities of a prompt: they are large."""
 
 
-class StepResult(NamedTuple):
-    """What a step has chosen; all of it is on the device and may not be there yet.
+type Rebuild = Callable[[list[Array]], Llama]
+"""Makes a model of its weights."""
+
+
+class Computed(NamedTuple):
+    """What a step has computed; all of it is on the device and may not be there yet.
 
     ``sound`` is false for rows that came out with a number that is not finite, or would have put
-    one into the pool. A token of -1 means that its row is not sound, or its logits not finite.
+    one into the pool; ``usable`` for rows to choose a token after that are not sound, or whose
+    logits are not finite.
     """
 
-    tokens: Int[Array, "B"]
     logits: Float[Array, "B V"]
-    logprobs: Logprobs
+    usable: Bool[Array, "B"]
     hidden: Float[Array, "T D"]
     sound: Bool[Array, "T"]
 
 
+def take_apart(model: Llama) -> tuple[Rebuild, list[Array]]:
+    """A model as a flat list of weights, which costs the host little to hand to a program."""
+    graph, state = nnx.split(model)
+    weights, tree = jax.tree.flatten(state)
+    return lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves)), weights
+
+
 def step(
-    graph: nnx.GraphDef,
-    weights: nnx.State,
+    rebuild: Rebuild,
+    weights: list[Array],
     pool: list[LayerKV],
-    seats: Seats,
+    last: Int[Array, "R"],
     inputs: StepInputs,
     *,
     prefill: bool,
     attention: str,
     scale: float,
-) -> tuple[StepResult, list[LayerKV], Seats]:
-    """One step. Layers are unrolled: a scan would copy every weight it slices."""
-    model = nnx.merge(graph, weights)
-    choices = inputs.choices
-    seat = choices.adjustments.seat
+) -> tuple[Computed, list[LayerKV]]:
+    """One step, up to the logits. Layers are unrolled: a scan would copy every weight it slices.
 
+    ``last`` is the last token of each seat.
+    """
+    model = rebuild(weights)
     sound = []
 
     def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
@@ -73,20 +85,55 @@ def step(
 
     tokens = inputs.tokens
     if not prefill:
-        own = jnp.minimum(seat, seats.token.shape[0] - 1)
-        tokens = jnp.where(tokens < 0, seats.token[own], tokens)
+        own = jnp.minimum(inputs.seat, last.shape[0] - 1)
+        tokens = jnp.where(tokens < 0, last[own], tokens)
     hidden, pool = model(tokens, inputs.cos, inputs.sin, pool, attend, inputs.adapted)
-    logits = model.logits(hidden[choices.sampled])
-    token = sample(adjust(logits, seats, choices.adjustments), choices.sampling)
-    wanted = partial(logprobs_of, best=min(MAX_LOGPROBS, logits.shape[1]))
-    nothing = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(wanted, logits, token)
-    )
-    logprobs = lax.cond(choices.logprobs, lambda: wanted(logits, token), lambda: nothing)
+    logits = model.logits(hidden[inputs.sampled])
     rows = reduce(jnp.logical_and, sound, jnp.isfinite(hidden).all(axis=-1))
-    usable = rows[choices.sampled] & jnp.isfinite(logits).all(axis=-1)
-    chosen = jnp.where(usable, token, -1)
-    return StepResult(chosen, logits, logprobs, hidden, rows), pool, remember(seats, seat, token)
+    usable = rows[inputs.sampled] & jnp.isfinite(logits).all(axis=-1)
+    return Computed(logits, usable, hidden, rows), pool
+
+
+class Chosen(NamedTuple):
+    """The tokens that a step is followed by; -1 after a row that is not usable.
+
+    There are log-probabilities with full effort only.
+    """
+
+    tokens: Int[Array, "B"]
+    logprobs: Logprobs | None
+
+
+class StepResult(NamedTuple):
+    """A step and the choice of tokens after it, as they were started."""
+
+    computed: Computed
+    chosen: Chosen
+
+
+def choose(
+    logits: Float[Array, "B V"],
+    usable: Bool[Array, "B"],
+    seats: Seats,
+    choices: Choices,
+    *,
+    effort: Effort,
+) -> tuple[Chosen, Seats]:
+    """Chooses a token after each row, and notes it in the row's seat.
+
+    A program of its own for each effort: the host knows what the batch needs, and a condition on
+    the device would make it wait there.
+    """
+    logprobs = None
+    if effort is Effort.FULL:
+        token = sample(adjust(logits, seats, choices.adjustments), choices.sampling)
+        logprobs = logprobs_of(logits, token, min(MAX_LOGPROBS, logits.shape[1]))
+    elif effort is Effort.DRAWN:
+        token = sample(logits, choices.sampling, filtered=False)
+    else:
+        token = greedy(logits)
+    chosen = Chosen(jnp.where(usable, token, -1), logprobs)
+    return chosen, remember(seats, choices.adjustments.seat, token)
 
 
 def copy(pool: list[LayerKV], moves: Moves, *, implementation: str) -> list[LayerKV]:
@@ -95,12 +142,12 @@ def copy(pool: list[LayerKV], moves: Moves, *, implementation: str) -> list[Laye
 
 
 def score(
-    graph: nnx.GraphDef,
-    weights: nnx.State,
+    rebuild: Rebuild,
+    weights: list[Array],
     hidden: Float[Array, "T D"],
     rows: Int[Array, "n"],
     targets: Int[Array, "n"],
 ) -> Logprobs:
     """Log-probabilities of ``targets`` after rows of a step's hidden states."""
-    logits = nnx.merge(graph, weights).logits(hidden[rows])
+    logits = rebuild(weights).logits(hidden[rows])
     return logprobs_of(logits, targets, min(MAX_LOGPROBS, logits.shape[1]))

@@ -41,7 +41,7 @@ class EngineUnderTest(Engine):
         self.logits: dict[str, list[np.ndarray]] = {}
 
     def _read(self, step):
-        logits = np.asarray(step.result.logits)
+        logits = np.asarray(step.result.computed.logits)
         for i, request in enumerate(step.requests):
             if request.state is not State.FINISHED:
                 self.logits.setdefault(request.id, []).append(logits[i])

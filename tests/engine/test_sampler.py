@@ -220,6 +220,16 @@ def test_a_row_is_the_same_in_any_batch(logits):
         assert got.tolist() == together[places].tolist()
 
 
+def test_what_no_row_asks_for_can_be_left_out(logits):
+    """A row without top_k and top_p gets the same token whether others make the batch sort."""
+    rows = make_rows(8, temperature=[0, 0.5, 1, 2, 1, 1, 1, 1], min_p=0.01, step=np.arange(8))
+    with_filter, without = (
+        sampler.sample(jnp.asarray(logits), rows, filtered=filtered).tolist()
+        for filtered in (True, False)
+    )
+    assert with_filter == without
+
+
 @pytest.mark.parametrize(
     "options",
     [
