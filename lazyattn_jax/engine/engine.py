@@ -268,17 +268,17 @@ class Engine:
         if step.scores is not None:
             step.scores.note()
         now = time.monotonic()
-        logprobs = None
-        if any(r.params.logprobs is not None for r in step.requests):
-            logprobs = read_logprobs([step.result.chosen.logprobs], tokens[: len(step.requests)])
+        logprobs, chosen = None, step.result.chosen
+        if chosen.logprobs and any(r.params.logprobs is not None for r in step.requests):
+            logprobs = read_logprobs([chosen.logprobs], tokens[: len(step.requests)])
         outputs = []
         for owner, at in step.unsound():
             outputs += self._end(self.scheduler.spoil(owner, at), "error")
         for i, (request, token) in enumerate(zip(step.requests, tokens, strict=False)):
             if request.state is not State.FINISHED:
                 request.first_token_at = request.first_token_at or now
-                chosen = logprobs[i] if logprobs and request.params.logprobs is not None else None
-                outputs.append(self._accept(request, token, chosen))
+                own = logprobs[i] if logprobs and request.params.logprobs is not None else None
+                outputs.append(self._accept(request, token, own))
         return outputs
 
     def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Output:
