@@ -93,10 +93,6 @@ class DenseLists(WorkLists):
         alone, shared = work(narrow, size == 1), work(wide, size > 1)
         return None if alone is None or shared is None else (alone, shared)
 
-    def num_turns(self, prefill: bool, bucket: int) -> int:
-        """As many as items; a step with more turns takes the next bucket."""
-        return (self.prefill_items if prefill else self.decode_items)[bucket]
-
     def _decode_work(
         self,
         rows: Int[np.ndarray, "I R"],

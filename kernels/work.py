@@ -106,9 +106,6 @@ class WorkLists(Protocol):
         assert works is not None
         return works
 
-    def num_turns(self, prefill: bool, bucket: int) -> int:
-        """Entries of ``Turns`` that a step of that batch shape has, the identity included."""
-
 
 class Turns(NamedTuple):
     """Rotations that take a query from its request position to a segment's own positions.

@@ -87,10 +87,6 @@ class HopperLists(WorkLists):
             return None
         return (work,)
 
-    def num_turns(self, prefill: bool, bucket: int) -> int:
-        """As many as items; a step with more turns takes the next bucket."""
-        return (self.prefill_items if prefill else self.decode_items)[bucket]
-
     def _most_pieces(self, bucket: int) -> int:
         return most_pieces(bucket, self.group, self.kv_heads, self.num_cores)
 

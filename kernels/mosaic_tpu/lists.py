@@ -70,7 +70,3 @@ class TpuLists(WorkLists):
         except DoesNotFit:
             return None
         return (work,)
-
-    def num_turns(self, prefill: bool, bucket: int) -> int:
-        """As many as items; a step with more turns takes the next bucket."""
-        return (self.prefill_items if prefill else self.decode_items)[bucket]

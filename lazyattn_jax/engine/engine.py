@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jaxtyping import Array, Float
 
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
@@ -25,7 +26,6 @@ from lazyattn_jax.engine.runs import Chunk, Request, State, TokenLogprobs
 from lazyattn_jax.engine.scheduler import Scheduler
 from lazyattn_jax.engine.started import Scores, Step, read_logprobs
 from lazyattn_jax.engine.stats import EngineStats
-from lazyattn_jax.engine.step import StepResult
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
@@ -224,10 +224,10 @@ class Engine:
         if not chunks:
             return False
         result = self._runner.prefill(chunks)
-        scores = self._score(chunks, result)
+        scores = self._score(chunks, result.hidden)
         owners = [c.owner for c in chunks if c.samples and isinstance(c.owner, Request)]
         self.scheduler.finish_prefill(chunks)
-        self._steps.append(Step(result, chunks, owners, scores))
+        self._steps.append(Step(result.chosen, result.sound, chunks, owners, scores))
         self._prefill_next = False
         return True
 
@@ -238,11 +238,11 @@ class Engine:
         chunks = [Chunk(r.run, len(r.run.tokens) - 1, 1, r) for r in requests]
         result = self._runner.decode(requests)
         self.scheduler.finish_decode(requests)
-        self._steps.append(Step(result, chunks, requests))
+        self._steps.append(Step(result.chosen, result.sound, chunks, requests))
         self._prefill_next = True
         return True
 
-    def _score(self, chunks: list[Chunk], result: StepResult) -> Scores | None:
+    def _score(self, chunks: list[Chunk], hidden: Float[Array, "T D"] | None) -> Scores | None:
         """Starts on the log-probabilities of prompts that a prefill step computes."""
         rows, targets, places = [], [], []
         first_row = 0
@@ -258,17 +258,18 @@ class Engine:
             first_row += chunk.count
         if not rows:
             return None
-        return Scores(self._runner.score(result, rows, targets), places, targets)
+        assert hidden is not None
+        return Scores(self._runner.score(hidden, rows, targets), places, targets)
 
     def _read(self, step: Step) -> list[Output]:
         """Waits for a step's tokens."""
         begin = time.perf_counter()
-        tokens = np.asarray(step.result.chosen.tokens).tolist()
+        tokens = np.asarray(step.chosen.tokens).tolist()
         self._waited += time.perf_counter() - begin
         if step.scores is not None:
             step.scores.note()
         now = time.monotonic()
-        logprobs, chosen = None, step.result.chosen
+        logprobs, chosen = None, step.chosen
         if chosen.logprobs and any(r.params.logprobs is not None for r in step.requests):
             logprobs = read_logprobs([chosen.logprobs], tokens[: len(step.requests)])
         outputs = []

@@ -64,7 +64,7 @@ def empty_inputs(
 ) -> StepInputs:
     """Inputs of a batch shape with nothing to do in them."""
     half = head_dim // 2
-    num_turns = lists.num_turns(prefill, bucket)
+    num_turns = limits.turns(prefill, bucket)
     plan = StepPlan(
         bucket,
         np.zeros(bucket, np.int32),

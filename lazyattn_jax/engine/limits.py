@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lazyattn_jax.engine.request import Layout
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, DenseLists, item_pages
@@ -50,15 +51,24 @@ class Limits:
             return 0
         return sum(self.pages_for(d.reused) for d in layout.reused)
 
+    @cached_property
+    def _item_pages(self) -> int:
+        return item_pages(self.page_size)
+
     def items_for(self, pages: int) -> int:
         """Work items that one row block takes over a run of pages."""
-        return -(-pages // item_pages(self.page_size))
+        return -(-pages // self._item_pages)
 
-    @property
+    @cached_property
+    def max_runs(self) -> int:
+        """The most runs that one request can attend to: documents, leading text, its own stream."""
+        return self.max_documents + 2
+
+    @cached_property
     def max_items(self) -> int:
         """The most work items that one row block of one request can take."""
-        runs = self.max_documents + 2  # and leading text, and stream
-        return self.items_for(self.pages_for(self.max_model_len) + runs) + runs
+        pages = self.pages_for(self.max_model_len) + self.max_runs
+        return self.items_for(pages) + self.max_runs
 
     @property
     def max_kept_pages(self) -> int:
@@ -66,8 +76,7 @@ class Limits:
 
         So whatever is kept, every request that fits the pool can run, if need be alone.
         """
-        partly_filled = self.max_documents + 2  # and leading text, and stream
-        longest = self.pages_for(self.max_model_len) + partly_filled
+        longest = self.pages_for(self.max_model_len) + self.max_runs  # each partly filled
         if self.copies_documents:
             longest *= 2
         return max(0, min(self.num_pages // 2, self.num_pages - longest))
@@ -106,8 +115,16 @@ class Limits:
         return self.prefill_samples(bucket) if prefill else bucket
 
     def decode_items(self, bucket: int) -> int:
-        """Work items that a decode step holds, of each width."""
-        return self.max_items * min(bucket, 4) + 16 * bucket
+        """Work items that a decode step holds, of each width: 64 a request, or some long ones."""
+        return self.max_items * min(bucket, 4) + 64 * bucket
+
+    def turns(self, prefill: bool, bucket: int) -> int:
+        """Entries of ``Turns`` that a step has, the identity included.
+
+        There are 16 for each request, or each row block of a prefill step, or some with many.
+        """
+        requests = bucket // BLOCK_ROWS if prefill else bucket
+        return 1 + self.max_runs * min(requests, 4) + 16 * requests
 
 
 def dense_lists(limits: Limits) -> DenseLists:

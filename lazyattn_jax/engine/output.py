@@ -25,7 +25,7 @@ class TextStream:
         Text of tokens that may not stop the output is no part of any stop string.
         """
         self._held += self._decoder.step(token)
-        if not may_stop:
+        if not (may_stop and self._stop):
             return self.flush(), False
         starts = ((self._held.find(stop), stop) for stop in self._stop)
         found = [(at + len(stop), at) for at, stop in starts if at >= 0]

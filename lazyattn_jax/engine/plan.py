@@ -125,7 +125,7 @@ class Planner:
             )
         make = self._lists.prefill if prefill else self._lists.decode
         for bucket in buckets:
-            capacity = self._lists.num_turns(prefill, bucket)
+            capacity = self.limits.turns(prefill, bucket)
             if bucket < len(page) or capacity < context.num_turns:
                 continue
             if (works := make(references, runs, bucket)) is not None:

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from lazyattn_jax.cache.pool import make_pool
 from lazyattn_jax.engine.copies import empty_moves, make_moves
@@ -22,7 +23,7 @@ from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
 from lazyattn_jax.engine.step import (
     SCORED_ROWS,
-    StepResult,
+    Chosen,
     choose,
     copy,
     score,
@@ -32,6 +33,19 @@ from lazyattn_jax.engine.step import (
 from lazyattn_jax.kernels import api
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
+
+
+class StepResult(NamedTuple):
+    """What the host may want of a step that has been started; ``hidden`` of a prefill step only.
+
+    The logits are not kept: memory that a step gives back at once is where the next step's results
+    go, and the device's graph of a step runs as it is when nothing has moved.
+    """
+
+    chosen: Chosen
+    sound: Bool[Array, "T"]
+    hidden: Float[Array, "T D"] | None
+
 
 type Programs = dict[tuple[str, int], Callable[..., Any]]
 """Compiled programs by what they do and their batch shape."""
@@ -194,23 +208,23 @@ class Runner:
             self._pool = self.programs["copy", len(moves.source)](self._pool, moves)
 
     def score(
-        self, result: StepResult, rows: Sequence[int], targets: Sequence[int]
+        self, hidden: Float[Array, "T D"], rows: Sequence[int], targets: Sequence[int]
     ) -> list[Logprobs]:
         """Starts to compute the log-probabilities of tokens after rows of a prefill step.
 
         Args:
-          result: of the step.
+          hidden: of the step.
           rows: rows of the step.
           targets: the token that comes after each row.
 
         Returns:
           Those of ``SCORED_ROWS`` rows each, padded.
         """
-        run = self.programs["score", len(result.computed.hidden)]
+        run = self.programs["score", len(hidden)]
         parts = []
         for at in range(0, len(rows), SCORED_ROWS):
             some = (padded(list(x[at : at + SCORED_ROWS]), SCORED_ROWS, 0) for x in (rows, targets))
-            parts.append(run(self._weights, result.computed.hidden, *some))
+            parts.append(run(self._weights, hidden, *some))
         return parts
 
     def _run(
@@ -225,4 +239,4 @@ class Runner:
         computed, self._pool = run(self._weights, self._pool, self._seats.token, inputs)
         run = self.programs[effort.name, size]
         chosen, self._seats = run(computed.logits, computed.usable, self._seats, choices)
-        return StepResult(computed, chosen)
+        return StepResult(chosen, computed.sound, computed.hidden if prefill else None)

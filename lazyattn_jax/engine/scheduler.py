@@ -236,7 +236,7 @@ class Scheduler:
             if not all(key in self.index for key in job.prefix_keys):
                 return False
             job.pinned = self._pin_chain(job.prefix_keys)
-            job.run.context = (_leading_placement(job.pinned),)
+            self._see(job.run, (_leading_placement(job.pinned),))
         return True
 
     def _finish_job(self, job: EncodeJob) -> None:
@@ -277,6 +277,7 @@ class Scheduler:
         bucket = limits.prefill_buckets[-1]
         tokens = limits.max_num_batched_tokens
         items, samples = limits.prefill_items(bucket), limits.prefill_samples(bucket)
+        turns = limits.turns(True, bucket) - 1
         chunks: list[Chunk] = []
         scheduled: set[EncodeJob] = set()
         for request in self.active:
@@ -292,11 +293,12 @@ class Scheduler:
                 blocks = items // per_block
                 count = min(run.remaining, tokens, blocks * BLOCK_ROWS)
                 chunk = Chunk(run, run.computed, count, owner)
-                if count < 1 or (chunk.samples and not samples):
+                if count < 1 or (chunk.samples and not samples) or turns < len(run.context):
                     continue
                 chunks.append(chunk)
                 tokens -= count
                 items -= per_block * -(-count // BLOCK_ROWS)
+                turns -= len(run.context)
                 samples -= chunk.samples
         return chunks
 
@@ -322,12 +324,14 @@ class Scheduler:
             if _goes_on(request) and not self._make_room(request):
                 self._preempt(request)
         ready = [r for r in self.active if _goes_on(r)]
-        items = self.limits.decode_items(self.limits.decode_buckets[-1])
+        bucket = self.limits.decode_buckets[-1]
+        items, turns = self.limits.decode_items(bucket), self.limits.turns(False, bucket) - 1
         start = self._decode_from % len(ready) if ready else 0
         batch: list[Request] = []
         for request in ready[start:] + ready[:start]:
             items -= self._items_of(request.run)
-            if items < 0:
+            turns -= len(request.run.context)
+            if items < 0 or turns < 0:
                 break
             batch.append(request)
         self._decode_from = start + len(batch) if len(batch) < len(ready) else 0
@@ -377,9 +381,12 @@ class Scheduler:
             self.index.discard(key)
         return ended
 
+    def _see(self, run: TokenRun, context: tuple[Placement, ...]) -> None:
+        run.context = context
+        run.context_items = sum(self.limits.items_for(len(p.pages)) for p in context)
+
     def _items_of(self, run: TokenRun) -> int:
-        items_for = self.limits.items_for
-        return items_for(len(run.pages)) + sum(items_for(len(p.pages)) for p in run.context)
+        return self.limits.items_for(len(run.pages)) + run.context_items
 
     def _start_if_ready(self, request: Request) -> None:
         if request.pending or request.state is not State.ENCODING:
@@ -406,7 +413,7 @@ class Scheduler:
         ]
         if self.limits.copies_documents:
             documents = self._copied(request, documents)
-        request.run.context = (*context, *documents)
+        self._see(request.run, (*context, *documents))
         request.state = State.PREFILL
 
     def _copied(self, request: Request, documents: list[Placement]) -> list[Placement]:

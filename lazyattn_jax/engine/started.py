@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Array, Bool
 
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Request, TokenLogprobs
 from lazyattn_jax.engine.sampler import Logprobs
-from lazyattn_jax.engine.step import StepResult
+from lazyattn_jax.engine.step import Chosen
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,20 @@ class Scores:
 
 @dataclass(frozen=True)
 class Step:
-    """A step, what it computes, the requests that it chooses a token for, and what it scores."""
+    """A step, what it computes, the requests that it chooses a token for, and what it scores.
 
-    result: StepResult
+    ``chosen`` and ``sound`` are on the device and may not be there yet.
+    """
+
+    chosen: Chosen
+    sound: Bool[Array, "T"]
     chunks: list[Chunk]
     requests: list[Request]
     scores: Scores | None = None
 
     def unsound(self) -> list[tuple[EncodeJob | Request, int]]:
         """Whose tokens came out unusable, with the first of them. Waits for the step."""
-        sound = np.asarray(self.result.computed.sound)
+        sound = np.asarray(self.sound)
         if sound.all():
             return []
         found, row = [], 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import LayerKV, write
@@ -66,14 +66,17 @@ def step(
     ``last`` is the last token of each seat.
     """
     model = rebuild(weights)
-    sound = []
+    broken: Array | bool = False
 
     def attend(kv: LayerKV, q: Array, k: Array, v: Array) -> tuple[Array, LayerKV]:
         # The pool must stay finite: a weight of 0 does not silence a NaN, so it would get into
         # whatever shares a block with its request.
-        finite = jnp.isfinite(k).all(axis=(1, 2)) & jnp.isfinite(v).all(axis=(1, 2))
-        sound.append(finite)
-        k, v = (jnp.where(finite[:, None, None], x, 0) for x in (k, v))
+        nonlocal broken
+        finite = jnp.isfinite(k), jnp.isfinite(v)
+        broken = broken | ~finite[0] | ~finite[1]  # reduced to rows once, after the last layer
+        stored = (jnp.where(fine, x, 0) for fine, x in zip(finite, (k, v), strict=True))
+        # Without it every layer's keys and values would be kept for one fusion at the end.
+        k, v, broken = lax.optimization_barrier((*stored, broken))
         kv = write(kv, k, v, inputs.slots, implementation=attention)
         options: dict[str, Any] = {"scale": scale, "implementation": attention}
         if prefill:
@@ -89,7 +92,7 @@ def step(
         tokens = jnp.where(tokens < 0, last[own], tokens)
     hidden, pool = model(tokens, inputs.cos, inputs.sin, pool, attend, inputs.adapted)
     logits = model.logits(hidden[inputs.sampled])
-    rows = reduce(jnp.logical_and, sound, jnp.isfinite(hidden).all(axis=-1))
+    rows = jnp.isfinite(hidden).all(axis=-1) & ~jnp.any(broken, axis=(1, 2))
     usable = rows[inputs.sampled] & jnp.isfinite(logits).all(axis=-1)
     return Computed(logits, usable, hidden, rows), pool
 
@@ -102,13 +105,6 @@ class Chosen(NamedTuple):
 
     tokens: Int[Array, "B"]
     logprobs: Logprobs | None
-
-
-class StepResult(NamedTuple):
-    """A step and the choice of tokens after it, as they were started."""
-
-    computed: Computed
-    chosen: Chosen
 
 
 def choose(

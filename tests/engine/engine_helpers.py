@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lazyattn_jax.engine.engine import Engine
-from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.params import Effort, SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece
 from lazyattn_jax.engine.runs import Request, State
 from lazyattn_jax.kernels.rotary import rotate
@@ -39,9 +40,27 @@ class EngineUnderTest(Engine):
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.logits: dict[str, list[np.ndarray]] = {}
+        self._computed: deque = deque()
+        self._unwatched = self._runner.programs
+        self._runner.programs = self._unwatched | {
+            (effort, size): self._watched(program)
+            for (effort, size), program in self._unwatched.items()
+            if effort in Effort.__members__
+        }
+
+    @property
+    def programs(self):
+        return self._unwatched
+
+    def _watched(self, choose):
+        def run(logits, *others):
+            self._computed.append(logits)
+            return choose(logits, *others)
+
+        return run
 
     def _read(self, step):
-        logits = np.asarray(step.result.computed.logits)
+        logits = np.asarray(self._computed.popleft())
         for i, request in enumerate(step.requests):
             if request.state is not State.FINISHED:
                 self.logits.setdefault(request.id, []).append(logits[i])

@@ -15,7 +15,6 @@ import pytest
 from lazyattn_jax.engine.limits import Limits, dense_lists
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, TokenRun
-from lazyattn_jax.kernels.dense import DenseLists
 from lazyattn_jax.kernels.work import WorkLists
 from lazyattn_jax.models.rope import RopeConfig
 
@@ -184,11 +183,11 @@ def test_a_planner_does_not_keep_runs():
     assert not planner._contexts._known
 
 
-def with_documents(count: int) -> TokenRun:
+def with_documents(count: int, delta: int = 0) -> TokenRun:
     run = TokenRun([1], [0])
     run.pages.append(4000)
     run.private.add(4000)
-    run.context = tuple(Placement((i,), 4, 7 * i) for i in range(1, count + 1))
+    run.context = tuple(Placement((i,), 4, delta * i) for i in range(1, count + 1))
     return run
 
 
@@ -201,7 +200,7 @@ def test_the_smallest_batch_shape_that_holds_everything():
         for items in (below + 1, capacity):
             plan = new_planner().decode([with_documents(items - 1)])
             assert (plan.bucket, plan.works[0].num_items) == (bucket, items)
-            assert len(plan.turns.cos) == capacity
+            assert len(plan.turns.cos) == LIMITS.turns(False, bucket)
     with pytest.raises(RuntimeError, match=f"{capacities[-1] + 1} references fit no batch shape"):
         new_planner().decode([with_documents(capacities[-1])])
 
@@ -220,17 +219,11 @@ def test_a_batch_that_grows_into_another_shape():
     assert buckets == set(LIMITS.decode_buckets[:2])
 
 
-class FewTurns(DenseLists):
-    """Lists that have as many turns as rows."""
-
-    def num_turns(self, prefill: bool, bucket: int) -> int:
-        return bucket
-
-
 def test_a_batch_shape_must_hold_the_turns():
-    dense = dense_lists(LIMITS)
-    planner = new_planner(FewTurns(dense.page_size, dense.prefill_items, dense.decode_items))
-    assert planner.decode([with_documents(3)]).bucket == 4  # and the identity
-    assert planner.decode([with_documents(4)]).bucket == 6
+    planner = new_planner()
+    one, four, six = (LIMITS.turns(False, bucket) for bucket in LIMITS.decode_buckets)
+    assert one < four < six < LIMITS.decode_items(4)
+    for turned, bucket in ((one - 1, 1), (one, 4), (four - 1, 4), (four, 6)):  # and the identity
+        assert planner.decode([with_documents(turned, delta=7)]).bucket == bucket
     with pytest.raises(RuntimeError, match="fit no batch shape"):
-        planner.decode([with_documents(6)])
+        planner.decode([with_documents(six, delta=7)])
