@@ -31,6 +31,7 @@ from lazyattn_jax.engine.step import (
     take_apart,
 )
 from lazyattn_jax.kernels import api
+from lazyattn_jax.kernels.work import Turns
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
 
@@ -129,6 +130,9 @@ class Runner:
             static_argnames="prefill",
         )
         self._choose = jax.jit(choose, donate_argnums=2, static_argnames="effort")
+        self._turns: tuple[Turns, Turns] | None = (
+            None  # those of the last decode step, and its copy
+        )
         self._copy = jax.jit(partial(copy, implementation=attention), donate_argnums=0)
         self.programs: Programs = {} if programs is None else programs
 
@@ -199,7 +203,12 @@ class Runner:
     def decode(self, requests: Sequence[Request]) -> StepResult:
         """Starts to compute the last token of every request; the next ones are in order."""
         runs: list[TokenRun] = [r.run for r in requests]
-        return self._run(False, self._planner.decode(runs), range(len(runs)), requests)
+        plan = self._planner.decode(runs)
+        # While the batch is the same its turns are, and the device has them.
+        if self._turns is None or self._turns[0] is not plan.turns:
+            self._turns = plan.turns, jax.device_put(plan.turns)
+        plan = plan._replace(turns=self._turns[1])
+        return self._run(False, plan, range(len(runs)), requests)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Starts to copy pages, with their keys turned."""

@@ -213,3 +213,26 @@ def test_a_leader_that_goes_lets_the_others_go_on(make_engine, steps):
     engine.drain()
     assert followers[0].num_generated == 0
     assert_matches_oracle(engine, followers[1], prompt)
+
+
+def test_turns_are_sent_to_the_device_once_for_a_batch(make_engine):
+    engine, seen = make_engine(), []
+    programs = engine._runner.programs
+
+    def watched(run):
+        return lambda *args: seen.append(args[-1].turns) or run(*args)
+
+    engine._runner.programs = programs | {
+        key: watched(run) for key, run in programs.items() if key[0] == "decode"
+    }
+    first = engine.add(PROMPT, MANY)
+    while first.num_generated < 5:
+        engine.step()
+    assert len(seen) > 4
+    assert all(turns is seen[0] for turns in seen)
+    assert all(isinstance(angles, jax.Array) for angles in seen[0])
+    second = engine.add([SYSTEM, B, A, OTHER], GREEDY)
+    engine.drain()
+    assert len({id(turns) for turns in seen}) == 3  # alone, with the second, alone again
+    assert_matches_oracle(engine, first, PROMPT)
+    assert_matches_oracle(engine, second, [SYSTEM, B, A, OTHER])
