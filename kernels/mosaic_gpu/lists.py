@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, ITEM_SLOTS
 from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
 from lazyattn_jax.kernels.mosaic_gpu.plan import (
+    Arrangement,
     HopperDecodeWork,
+    arrange,
+    lay_out,
     num_workers,
-    plan_decode,
     tile_slots,
 )
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
@@ -65,16 +67,20 @@ class HopperLists(WorkLists):
             return None
         return (work,)
 
+    def arrange(self, references: References, runs: Runs) -> Arrangement:
+        """Which runs are shared, and the order of all of them."""
+        return arrange(references, runs, group=self.group, tile=tile_slots(self.head_dim))
+
     def decode(
-        self, references: References, runs: Runs, bucket: int
+        self, arranged: Arrangement, runs: Runs, bucket: int
     ) -> tuple[HopperDecodeWork] | None:
         """One list."""
         items, workers = self.decode_items[bucket], num_workers(self.kv_heads, self.num_cores)
         tile = tile_slots(self.head_dim)
         tiles = items * (ITEM_SLOTS // tile)
         try:
-            work = plan_decode(
-                references,
+            work = lay_out(
+                arranged,
                 runs,
                 num_rows=bucket,
                 page_size=self.page_size,

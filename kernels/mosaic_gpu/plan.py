@@ -198,8 +198,7 @@ def lay_out(
     length = runs.length[run]
     tiles = -(-length // tile)
     end = np.cumsum(tiles)
-    begin = end - tiles
-    total = int(tiles.sum())
+    begin, total = end - tiles, int(tiles.sum())
     last_valid = length - (tiles - 1) * tile
 
     # Entries: the line of tiles cut where items start and where workers start.
@@ -314,8 +313,8 @@ def _tile_pages(
     tile: int,
 ) -> Int[np.ndarray, "tiles boxes"]:
     boxes, parts = max(1, tile // page_size), max(1, page_size // tile)
-    count = tiles * boxes
-    box = np.repeat(runs.start[run] * parts - begin * boxes, count) + np.arange(int(count.sum()))
+    box = np.repeat(runs.start[run] * parts - begin * boxes, tiles * boxes)
+    box += np.arange(len(box))  # in place: these are the largest arrays of a plan
     box = box.reshape(-1, boxes)
     if boxes > 1:
         # Boxes past the run read its last page again; their slots are masked.

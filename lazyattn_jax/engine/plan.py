@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int
@@ -78,7 +78,7 @@ class Planner:
         self._rotations = Rotations(inverse_frequencies)
         self._rope_factor = rope_factor
         self._contexts = ContextTables(self._rotations, limits.num_pages, share=share)
-        self._decoded: tuple[list[tuple[Placement, ...]], BatchContext] | None = None
+        self._decoded: tuple[list[tuple[Placement, ...]], _Batch] | None = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepPlan:
         """Plan of chunks whose pages have been taken.
@@ -88,33 +88,31 @@ class Planner:
         """
         spans = _Spans([(c.run, c.start, c.count) for c in chunks])
         context = self._contexts.of(spans.runs)
-        seen = context.prefill_references(spans.first_row, spans.start, spans.count)
+        references = context.prefill_references(spans.first_row, spans.start, spans.count)
         samples = sum(chunk.samples for chunk in chunks)
         limits = self.limits
         buckets = [b for b in limits.prefill_buckets if limits.prefill_samples(b) >= samples]
-        return self._step(True, buckets, spans, context, spans.start, seen)
+        batch, runs = _Batch(context, references, references), spans.runs_and(context.runs)
+        return self._step(True, buckets, spans, batch, runs)
 
     def decode(self, runs: Sequence[TokenRun]) -> StepPlan:
         """Plan of the last token of each run. Errors as ``prefill``."""
         spans = _Spans([(run, len(run.tokens) - 1, 1) for run in runs])
         placements = [run.context for run in runs]
         if self._decoded is None or self._decoded[0] != placements:
-            self._decoded = placements, self._contexts.of(runs)
-        context = self._decoded[1]
-        length, seen = spans.start + 1, context.decode_references
-        return self._step(False, self.limits.decode_buckets, spans, context, length, seen)
+            context = self._contexts.of(runs)
+            references = context.decode_references()
+            arranged = self._lists.arrange(references, spans.runs_and(context.runs))
+            self._decoded = placements, _Batch(context, references, arranged)
+        batch = self._decoded[1]
+        all_runs = spans.runs_and(batch.context.runs)
+        return self._step(False, self.limits.decode_buckets, spans, batch, all_runs)
 
     def _step(
-        self,
-        prefill: bool,
-        buckets: Sequence[int],
-        spans: _Spans,
-        context: BatchContext,
-        causal: Int[np.ndarray, "n"],
-        seen: References,
+        self, prefill: bool, buckets: Sequence[int], spans: _Spans, batch: _Batch, runs: Runs
     ) -> StepPlan:
         page, offset = spans.slots(self.limits.page_size)
-        references, runs = spans.with_context(context, causal, seen)
+        context, references, arranged = batch
         if self._check:
             check_references(
                 references,
@@ -128,7 +126,7 @@ class Planner:
             capacity = self._lists.num_turns(prefill, bucket)
             if bucket < len(page) or capacity < context.num_turns:
                 continue
-            if (works := make(references, runs, bucket)) is not None:
+            if (works := make(arranged, runs, bucket)) is not None:
                 break
         else:
             raise RuntimeError(
@@ -146,6 +144,18 @@ class Planner:
             works,
             _padded(spans.adapted(), bucket).astype(bool) if self._adapter else None,
         )
+
+
+class _Batch(NamedTuple):
+    """What a step attends to, and what its work lists are made of.
+
+    Nothing of it changes from one decode step to the next while the contexts of the runs are the
+    same. ``arranged`` is what ``WorkLists.arrange`` gives; of a prefill step it is ``references``.
+    """
+
+    context: BatchContext
+    references: References
+    arranged: Any
 
 
 class _Spans:
@@ -190,24 +200,13 @@ class _Spans:
                 raise RuntimeError(f"a step would write page {target}, which is published")
         return page, offset
 
-    def with_context(
-        self, context: BatchContext, causal: Int[np.ndarray, "n"], seen: References
-    ) -> tuple[References, Runs]:
-        """What the rows attend to: their own runs up to themselves, and their context.
-
-        ``causal`` is that of each row's own run, ``seen`` the references to ``context.runs``.
-        """
-        n = len(self.runs)
-        own = References(self.first_row, self.count, np.arange(n), np.zeros(n, np.int64), causal)
-        seen = seen._replace(run=seen.run + n)
-        pages, start, length = context.runs
-        return (
-            References(*map(np.concatenate, zip(own, seen, strict=True))),
-            Runs(
-                np.concatenate([pages, self.pages]),
-                np.concatenate([self.first_page + len(pages), start]),
-                np.concatenate([self.start + self.count, length]),
-            ),
+    def runs_and(self, others: Runs) -> Runs:
+        """The runs as far as the step computes them, and then others."""
+        pages, start, length = others
+        return Runs(
+            np.concatenate([pages, self.pages]),
+            np.concatenate([self.first_page + len(pages), start]),
+            np.concatenate([self.start + self.count, length]),
         )
 
 
