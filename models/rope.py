@@ -151,7 +151,7 @@ class Rotations:
     _AT_ONCE = 256  # rows of a batch that stay in the processor's cache
 
     def __init__(self, inverse_frequencies: Float64[np.ndarray, "H//2"]) -> None:
-        self.inverse_frequencies = inverse_frequencies
+        self._frequencies = inverse_frequencies
         self._near = self._table(np.arange(self._NEAR))
         self._far = self._table(np.zeros(1, int))
 
@@ -168,7 +168,7 @@ class Rotations:
         if needed > len(self._far):
             self._far = self._table(np.arange(max(needed, 2 * len(self._far))) * self._NEAR)
         sign = np.where(positions < 0, -factor, factor)[:, None]
-        cos, sin = np.empty((2, len(positions), len(self.inverse_frequencies)), np.float32)
+        cos, sin = np.empty((2, len(positions), len(self._frequencies)), np.float32)
         for at in range(0, len(positions), self._AT_ONCE):
             some = slice(at, at + self._AT_ONCE)
             z = self._near[near[some]]
@@ -178,7 +178,7 @@ class Rotations:
         return cos, sin
 
     def _table(self, positions: Int[np.ndarray, "n"]) -> Complex128[np.ndarray, "n H//2"]:
-        return np.exp(1j * positions[:, None] * self.inverse_frequencies)
+        return np.exp(1j * positions[:, None] * self._frequencies)
 
 
 def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:

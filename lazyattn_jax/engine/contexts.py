@@ -13,7 +13,7 @@ from typing import NamedTuple
 from weakref import finalize
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from lazyattn_jax.engine.runs import Placement, TokenRun
 from lazyattn_jax.kernels.work import References, Runs, Turns
@@ -21,20 +21,20 @@ from lazyattn_jax.models.rope import Rotations
 
 
 class _Context(NamedTuple):
-    """The context of one run; its arrays as bytes, since those of a batch are joined faster so.
+    """The context of one run; small arrays as bytes, since those of a batch are joined faster so.
 
     ``counts`` (int64 ``[3]``) are its placements, pages and turns. Columns of ``table`` (int64
     ``[n, 5]``): where the placement is inserted, its first entry in ``pages`` (int32), its tokens,
     the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``cos`` and
-    ``sin`` (float32 ``[u, H//2]``) plus 1.
+    ``sin`` plus 1.
     """
 
     placements: tuple[Placement, ...]
     counts: bytes
     table: bytes
     pages: bytes
-    cos: bytes
-    sin: bytes
+    cos: Float[np.ndarray, "u H//2"]
+    sin: Float[np.ndarray, "u H//2"]
 
 
 class BatchContext:
@@ -49,12 +49,10 @@ class BatchContext:
         self,
         contexts: Sequence[_Context],
         marks: Int[np.ndarray, "P"],
-        half: int,
         *,
         share: bool,
     ) -> None:
         self._contexts = contexts
-        self._half = half
         self._turns: dict[int, Turns] = {}
         counts = _joined([c.counts for c in contexts], np.int64, 3)
         before = np.cumsum(counts, axis=0) - counts
@@ -103,12 +101,12 @@ class BatchContext:
     def turns(self, capacity: int) -> Turns:
         """The turns, padded with zeros; made once, so they cannot be written to."""
         if capacity not in self._turns:
-            half = self._half
+            half = self._contexts[0].cos.shape[1]
             turns = Turns(*(np.zeros((capacity, half), np.float32) for _ in range(2)))
             turns.cos[0] = 1
             used = slice(1, self.num_turns)
-            turns.cos[used] = _joined([c.cos for c in self._contexts], np.float32, half)
-            turns.sin[used] = _joined([c.sin for c in self._contexts], np.float32, half)
+            np.concatenate([c.cos for c in self._contexts], out=turns.cos[used])
+            np.concatenate([c.sin for c in self._contexts], out=turns.sin[used])
             for rows in turns:
                 rows.flags.writeable = False
             self._turns[capacity] = turns
@@ -140,9 +138,7 @@ class ContextTables:
         ]
         if new:
             self._add(new)
-        half = len(self._rotations.inverse_frequencies)
-        contexts = [known[id(run)] for run in runs]
-        return BatchContext(contexts, self._marks, half, share=self._share)
+        return BatchContext([known[id(run)] for run in runs], self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = [placement for run in runs for placement in run.context]
@@ -175,8 +171,10 @@ class ContextTables:
         for run, count, ((a, c, e), (b, d, f)) in zip(runs, counts, pairs, strict=True):
             if id(run) not in self._known:
                 finalize(run, self._known.pop, id(run))
-            parts = count, table[a:b], pages[c:d], cos[e:f], sin[e:f]
-            self._known[id(run)] = _Context(run.context, *(part.tobytes() for part in parts))
+            parts = (part.tobytes() for part in (count, table[a:b], pages[c:d]))
+            # Copies: a view would keep the turns of the whole batch for as long as one run lives.
+            turns = cos[e:f].copy(), sin[e:f].copy()
+            self._known[id(run)] = _Context(run.context, *parts, *turns)
 
 
 def _same(
