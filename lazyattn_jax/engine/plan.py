@@ -86,7 +86,7 @@ class Planner:
         Raises:
           RuntimeError: a token would be written to a published page, or no batch shape holds all.
         """
-        spans = _Spans([(c.run, c.start, c.count) for c in chunks])
+        spans = _Spans(*zip(*((c.run, c.start, c.count) for c in chunks), strict=True))
         context = self._contexts.of(spans.runs)
         references = context.prefill_references(spans.first_row, spans.start, spans.count)
         samples = sum(chunk.samples for chunk in chunks)
@@ -97,7 +97,7 @@ class Planner:
 
     def decode(self, runs: Sequence[TokenRun]) -> StepPlan:
         """Plan of the last token of each run. Errors as ``prefill``."""
-        spans = _Spans([(run, len(run.tokens) - 1, 1) for run in runs])
+        spans = _Spans(runs, [len(run.tokens) - 1 for run in runs], [1] * len(runs))
         placements = [run.context for run in runs]
         if self._decoded is None or self._decoded[0] != placements:
             context = self._contexts.of(runs)
@@ -133,16 +133,16 @@ class Planner:
                 f"{len(page)} tokens with {len(references.row)} references fit no batch shape; "
                 f"they are {', '.join(map(str, buckets))} tokens"
             )
-        positions = _padded(spans.of_tokens("positions"), bucket)
+        rotations = self._rotations.rows(spans.of_tokens("positions"), self._rope_factor)
         return StepPlan(
             bucket,
             _padded(spans.of_tokens("tokens"), bucket),
-            *self._rotations.rows(positions, self._rope_factor),
+            *(_padded(rows, bucket) for rows in rotations),
             _padded(page, bucket, self.limits.num_pages),
             _padded(offset, bucket),
             context.turns(capacity),
             works,
-            _padded(spans.adapted(), bucket).astype(bool) if self._adapter else None,
+            _padded(spans.adapted(), bucket) if self._adapter else None,
         )
 
 
@@ -159,17 +159,18 @@ class _Batch(NamedTuple):
 
 
 class _Spans:
-    """Consecutive tokens of some runs: ``count[r]`` of run ``r`` from its token ``start[r]`` on.
+    """Consecutive tokens of some runs: ``count[r]`` of ``runs[r]`` from its token ``start[r]`` on.
 
     They are the step's rows from ``first_row[r]`` on. Run ``r`` is stored in ``pages`` from entry
     ``first_page[r]`` on.
     """
 
-    def __init__(self, spans: Sequence[tuple[TokenRun, int, int]]) -> None:
-        self._spans = spans
-        self.runs = [run for run, _, _ in spans]
-        self.start = np.array([start for _, start, _ in spans])
-        self.count = np.array([count for _, _, count in spans])
+    def __init__(
+        self, runs: Sequence[TokenRun], start: Sequence[int], count: Sequence[int]
+    ) -> None:
+        self.runs = runs
+        self._spans = list(zip(runs, start, count, strict=True))
+        self.start, self.count = np.array(start), np.array(count)
         self.first_row = np.cumsum(self.count) - self.count
         self.pages = np.frombuffer(b"".join([run.pages for run in self.runs]), np.int32)
         num_pages = np.array([len(run.pages) for run in self.runs])
@@ -177,6 +178,8 @@ class _Spans:
 
     def of_tokens(self, name: str) -> Int[np.ndarray, "T"]:
         """The tokens, or positions, row by row."""
+        if len(self.runs) == self.count.sum():  # of a decode step, in half the time
+            return np.array([getattr(run, name)[start] for run, start, _ in self._spans], np.int32)
         parts = [getattr(run, name)[start : start + count] for run, start, count in self._spans]
         return np.fromiter(chain.from_iterable(parts), np.int32)
 
@@ -193,7 +196,8 @@ class _Spans:
         run = np.repeat(np.arange(len(self.runs)), self.count)
         place = np.arange(len(run)) - self.first_row[run]
         slot = place + self.start[run]
-        page, offset = self.pages[self.first_page[run] + slot // page_size], slot % page_size
+        page = self.pages[self.first_page[run] + slot // page_size]
+        offset = (slot % page_size).astype(np.int32)
         once = (place == 0) | (offset == 0)
         for r, target in zip(run[once].tolist(), page[once].tolist(), strict=True):
             if target not in self.runs[r].private:
@@ -211,6 +215,6 @@ class _Spans:
 
 
 def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
-    out = np.full(size, fill, np.int32)
+    out = np.full((size, *values.shape[1:]), fill, values.dtype)
     out[: len(values)] = values
     return out
