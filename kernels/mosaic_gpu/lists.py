@@ -104,14 +104,16 @@ class HopperLists(WorkLists):
         """What any step of so many items takes.
 
         A chunk starts a block of its own, and so does the padding; a chunk has at least one item.
+        Both count blocks of a chunk from its first row on, so that those of the scheduler's items
+        are whole blocks of the kernel's, or one of those holds several.
         Cutting blocks into pieces adds up to ``ROUNDS`` items and entries for each worker.
         """
         size = rows_per_block(self.group)
         items = self.prefill_items[bucket]
         blocks = bucket // size + 2 * min(bucket, items) + 1
-        # A block of the scheduler's overlaps so many of the kernel's.
-        entries = (BLOCK_ROWS // size + 2) * items + blocks
+        tiles = max(1, BLOCK_ROWS // size) * items
+        entries = tiles + blocks
         pieces = self._most_pieces(bucket)
         cut = 0 if pieces == 1 else prefill_plan.ROUNDS * self.num_cores // self.kv_heads
         parts = 0 if pieces == 1 else (blocks + cut) * size
-        return prefill_plan.Capacity(blocks + cut, entries + cut, entries, parts)
+        return prefill_plan.Capacity(blocks + cut, entries + cut, tiles, parts)

@@ -208,7 +208,7 @@ def lay_out(
         # Two sorted lines: sorting them stably is merging them, several times faster than unique.
         cuts = np.sort(np.concatenate([begin, worker_begin[:-1]]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
-    count = np.diff(cuts, append=total)
+    count = np.append(cuts[1:], total)[: len(cuts)] - cuts
     item = np.searchsorted(begin, cuts, side="right") - 1
     bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
     rows_of, fresh = size[item], fresh[item]
