@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from lazyattn_jax.engine.limits import Limits, dense_lists
+from lazyattn_jax.engine.limits import Limits, dense_lists, work_lists
 from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Placement, TokenRun
 from lazyattn_jax.kernels.dense import DenseLists
@@ -172,6 +172,26 @@ def test_what_is_known_changes_no_plan(seed):
             want = wanted(chunks)
             assert attended(plan)[: len(want)] == want
     assert unchanged > 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_known_changes_no_hopper_lists(seed):
+    """Decode steps of an unchanged batch keep the order of its runs, and which are shared."""
+    # Tiles of 8 slots, so that these documents are worth sharing.
+    sizes = {"group": 4, "kv_heads": 2, "head_dim": 1024, "num_cores": 4}
+    lists = work_lists(LIMITS, "mosaic_gpu", **sizes)
+    traffic, planner, shared = Traffic(seed), new_planner(lists), 0
+    for _ in range(100):
+        traffic.change()
+        for _ in range(traffic.rng.choice([1, 1, 9])):  # within a tile and beyond it
+            for run in traffic.runs:
+                run.append_pending()
+                run.fill(traffic.rng.randrange(50))
+                traffic.grow(run)
+        plan = planner.decode(traffic.runs)
+        assert_same(plan, new_planner(lists).decode(traffic.runs))
+        shared += int((plan.works[0].entries[:, 4] > 1).any())
+    assert shared > 10
 
 
 def test_a_planner_does_not_keep_runs():
