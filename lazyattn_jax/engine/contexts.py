@@ -26,16 +26,15 @@ class _Context(NamedTuple):
 
     ``counts`` (int64 ``[3]``) are its placements, pages and turns. Columns of ``table`` (int64
     ``[n, 5]``): where the placement is inserted, its first entry in ``pages`` (int32), its tokens,
-    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``cos`` and
-    ``sin`` plus 1.
+    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``turns``
+    (cosines and sines) plus 1.
     """
 
     placements: tuple[Placement, ...]
     counts: bytes
     table: bytes
     pages: bytes
-    cos: Float[np.ndarray, "u H//2"]
-    sin: Float[np.ndarray, "u H//2"]
+    turns: Float[np.ndarray, "2 u H//2"]
 
 
 class TurnTables:
@@ -51,11 +50,11 @@ class TurnTables:
 
     def make(self, contexts: Sequence[_Context], capacity: int) -> Turns:
         """The identity and all turns of some contexts; later entries mean nothing."""
-        table = self._unheld(capacity, contexts[0].cos.shape[1])
-        end = 1 + sum(len(c.cos) for c in contexts)
-        table[0, 0], table[1, 0] = 1, 0
-        np.concatenate([c.cos for c in contexts], out=table[0, 1:end])
-        np.concatenate([c.sin for c in contexts], out=table[1, 1:end])
+        identity = np.zeros_like(contexts[0].turns, shape=(2, 1, contexts[0].turns.shape[2]))
+        identity[0] = 1
+        parts = [identity, *(c.turns for c in contexts)]
+        table = self._unheld(capacity, identity.shape[2])
+        np.concatenate(parts, axis=1, out=table[:, : sum(part.shape[1] for part in parts)])
         turns = Turns(table[0], table[1])  # views hold the table
         for rows in turns:
             rows.flags.writeable = False
@@ -159,9 +158,10 @@ class ContextTables:
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
         """The contexts of some runs together."""
         known = self._known
+        found = [known.get(id(run)) for run in runs]
         new = [
             run
-            for run, context in [(run, known.get(id(run))) for run in runs]
+            for run, context in zip(runs, found, strict=True)
             if context is None or context.placements is not run.context
         ]
         if new:
@@ -201,9 +201,9 @@ class ContextTables:
             if id(run) not in self._known:
                 finalize(run, self._known.pop, id(run))
             parts = (part.tobytes() for part in (count, table[a:b], pages[c:d]))
-            # Copies: a view would keep the turns of the whole batch for as long as one run lives.
-            turns = cos[e:f].copy(), sin[e:f].copy()
-            self._known[id(run)] = _Context(run.context, *parts, *turns)
+            # A copy: a view would keep the turns of the whole batch for as long as one run lives.
+            turns = np.stack([cos[e:f], sin[e:f]])
+            self._known[id(run)] = _Context(run.context, *parts, turns)
 
 
 def _same(
