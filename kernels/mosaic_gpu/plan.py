@@ -313,9 +313,9 @@ def _tile_pages(
     tile: int,
 ) -> Int[np.ndarray, "tiles boxes"]:
     boxes, parts = max(1, tile // page_size), max(1, page_size // tile)
-    box = np.repeat(runs.start[run] * parts - begin * boxes, tiles * boxes)
-    box += np.arange(len(box))  # in place: these are the largest arrays of a plan
-    box = box.reshape(-1, boxes)
+    line = np.repeat(runs.start[run] * parts - begin * boxes, tiles * boxes)
+    line += np.arange(len(line))  # in place: these are the largest arrays of a plan
+    box = line.reshape(-1, boxes)
     if boxes > 1:
         # Boxes past the run read its last page again; their slots are masked.
         length = runs.length[run]

@@ -200,10 +200,14 @@ class ContextTables:
         for run, count, ((a, c, e), (b, d, f)) in zip(runs, counts, pairs, strict=True):
             if id(run) not in self._known:
                 finalize(run, self._known.pop, id(run))
-            parts = (part.tobytes() for part in (count, table[a:b], pages[c:d]))
-            # A copy: a view would keep the turns of the whole batch for as long as one run lives.
-            turns = np.stack([cos[e:f], sin[e:f]])
-            self._known[id(run)] = _Context(run.context, *parts, turns)
+            self._known[id(run)] = _Context(
+                run.context,
+                count.tobytes(),
+                table[a:b].tobytes(),
+                pages[c:d].tobytes(),
+                # A copy: a view would keep the turns of all runs for as long as one of them lives.
+                np.stack([cos[e:f], sin[e:f]]),
+            )
 
 
 def _same(

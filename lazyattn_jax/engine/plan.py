@@ -133,11 +133,12 @@ class Planner:
                 f"{len(page)} tokens with {len(references.row)} references fit no batch shape; "
                 f"they are {', '.join(map(str, buckets))} tokens"
             )
-        rotations = self._rotations.rows(spans.of_tokens("positions"), self._rope_factor)
+        cos, sin = self._rotations.rows(spans.of_tokens("positions"), self._rope_factor)
         return StepPlan(
             bucket,
             _padded(spans.of_tokens("tokens"), bucket),
-            *(_padded(rows, bucket) for rows in rotations),
+            _padded(cos, bucket),
+            _padded(sin, bucket),
             _padded(page, bucket, self.limits.num_pages),
             _padded(offset, bucket),
             context.turns(capacity),
