@@ -10,6 +10,7 @@ from lazyattn_jax.bench import (
     figures,
     kernels,
     latency,
+    plans,
     quality,
     reuse,
     scale,
@@ -26,6 +27,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     reuse.add_command(commands)
     kernels.add_command(commands)
+    plans.add_command(commands)
     tpu_steps.add_command(commands)
     eviction.add_command(commands)
     latency.add_command(commands)

@@ -73,10 +73,10 @@ class DenseLists(WorkLists):
         return (work,)
 
     def decode(
-        self, references: References, runs: Runs, bucket: int
+        self, arranged: References, runs: Runs, bucket: int
     ) -> tuple[DecodeWork, DecodeWork] | None:
         """Two lists: runs that one row holds, and runs read once for several rows."""
-        narrow, wide = DECODE_WIDTHS
+        references, (narrow, wide) = arranged, DECODE_WIDTHS
         order, place = _share(references.row, references.run, wide)
         item = np.cumsum(place == 0) - 1
         size = np.bincount(item)

@@ -39,7 +39,8 @@ class References(NamedTuple):
     Rows ``row[i] .. row[i] + num_rows[i] - 1``, consecutive tokens of one request, attend to run
     ``run[i]``, turned by entry ``turn[i]`` of the step's ``Turns``. Row ``row[i] + r`` sees slots
     ``0 .. min(length, causal[i] + r + 1) - 1`` of it: all, where ``causal[i]`` is at least the
-    run's length. In a decode step every ``num_rows`` is 1 and every ``causal`` the run's length.
+    run's length. In a decode step every ``num_rows`` is 1, rows see all of their runs, and
+    ``causal`` is not looked at.
     """
 
     row: Int[np.ndarray, "n"]
@@ -95,14 +96,24 @@ class WorkLists(Protocol):
     def prefill(self, references: References, runs: Runs, bucket: int) -> Works | None:
         """Lists of a prefill step; none if they do not fit the batch shape."""
 
-    def decode(self, references: References, runs: Runs, bucket: int) -> Works | None:
-        """Lists of a decode step; none if they do not fit the batch shape."""
+    def arrange(self, references: References, runs: Runs) -> Any:
+        """What lists of decode steps are made of, as long as references and runs stay the same.
+
+        Runs that one row holds may be longer later on, but not empty now.
+        """
+        return references
+
+    def decode(self, arranged: Any, runs: Runs, bucket: int) -> Works | None:
+        """Lists of a decode step of what was arranged; none if they do not fit the batch shape."""
 
     def empty(self, prefill: bool, bucket: int) -> Works:
         """Lists of the shapes of that batch shape, with nothing to do."""
         nothing = np.zeros(0, np.int64)
-        make = self.prefill if prefill else self.decode
-        works = make(References(*[nothing] * 5), Runs(*[nothing] * 3), bucket)
+        references, runs = References(*[nothing] * 5), Runs(*[nothing] * 3)
+        if prefill:
+            works = self.prefill(references, runs, bucket)
+        else:
+            works = self.decode(self.arrange(references, runs), runs, bucket)
         assert works is not None
         return works
 

@@ -142,18 +142,22 @@ class RopeConfig:
 class Rotations:
     """Cosines and sines of the angles at any position, made in float64 on the host.
 
-    An angle is the sum of that of a multiple of 256 and that of the rest, both from tables, and
+    A block of 256 consecutive positions is made when one of them is first asked for, and kept from
+    then on as float32: 64 MiB for 131,072 positions of head_dim 128. An angle is the sum of that of
+    the block's first position and that of the place in it, and
     ``exp(i (a + b)) = exp(i a) exp(i b)``: several times faster than cosines, and as exact once
-    rounded to float32. The tables grow with the farthest position asked for.
+    rounded to float32.
     """
 
-    _NEAR = 256
-    _AT_ONCE = 256  # rows of a batch that stay in the processor's cache
+    _BLOCK = 256
 
     def __init__(self, inverse_frequencies: Float64[np.ndarray, "H//2"]) -> None:
         self._frequencies = inverse_frequencies
-        self._near = self._table(np.arange(self._NEAR))
-        self._far = self._table(np.zeros(1, int))
+        self._place = self._turned(np.arange(self._BLOCK))
+        # Where each block is among those made, -1 if it has not been.
+        self._made_at = np.zeros(0, np.int64)
+        self._num_made = 0
+        self._cos, self._sin = np.zeros((2, 0, len(inverse_frequencies)), np.float32)
 
     def rows(
         self, positions: Int[np.ndarray, "T"], factor: float = 1.0
@@ -163,21 +167,30 @@ class Rotations:
         Angles are good to float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
         """
         distance = np.abs(positions)
-        far, near = distance // self._NEAR, distance % self._NEAR
-        needed = int(far.max(initial=0)) + 1
-        if needed > len(self._far):
-            self._far = self._table(np.arange(max(needed, 2 * len(self._far))) * self._NEAR)
-        sign = np.where(positions < 0, -factor, factor)[:, None]
-        cos, sin = np.empty((2, len(positions), len(self._frequencies)), np.float32)
-        for at in range(0, len(positions), self._AT_ONCE):
-            some = slice(at, at + self._AT_ONCE)
-            z = self._near[near[some]]
-            z *= self._far[far[some]]
-            np.multiply(z.real, factor, out=cos[some], casting="same_kind")
-            np.multiply(z.imag, sign[some], out=sin[some], casting="same_kind")
+        block, place = distance // self._BLOCK, distance % self._BLOCK
+        self._make(block)
+        row = self._made_at[block] * self._BLOCK + place
+        cos, sin = self._cos[row], self._sin[row]
+        sin *= np.where(positions < 0, np.float32(-1), np.float32(1))[:, None]
+        if factor != 1:  # rounded once more, but itself in float64
+            cos, sin = ((x * np.float64(factor)).astype(np.float32) for x in (cos, sin))
         return cos, sin
 
-    def _table(self, positions: Int[np.ndarray, "n"]) -> Complex128[np.ndarray, "n H//2"]:
+    def _make(self, blocks: Int[np.ndarray, "n"]) -> None:
+        grown = int(blocks.max(initial=-1)) + 1 - len(self._made_at)
+        if grown > 0:
+            self._made_at = np.append(self._made_at, np.full(grown, -1))
+        for block in np.unique(blocks[self._made_at[blocks] < 0]).tolist():
+            at = self._num_made * self._BLOCK
+            if at == len(self._cos):
+                room = np.zeros_like(self._cos, shape=(max(at, self._BLOCK), self._cos.shape[1]))
+                self._cos, self._sin = (np.concatenate([x, room]) for x in (self._cos, self._sin))
+            z = self._place * self._turned(np.array([block * self._BLOCK]))
+            self._cos[at : at + self._BLOCK], self._sin[at : at + self._BLOCK] = z.real, z.imag
+            self._made_at[block] = self._num_made
+            self._num_made += 1
+
+    def _turned(self, positions: Int[np.ndarray, "n"]) -> Complex128[np.ndarray, "n H//2"]:
         return np.exp(1j * positions[:, None] * self._frequencies)
 
 

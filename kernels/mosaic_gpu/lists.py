@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from lazyattn_jax.kernels.dense import BLOCK_ROWS, ITEM_SLOTS
 from lazyattn_jax.kernels.mosaic_gpu import plan, prefill_plan
 from lazyattn_jax.kernels.mosaic_gpu.plan import (
+    Arrangement,
     HopperDecodeWork,
+    arrange,
+    lay_out,
     num_workers,
-    plan_decode,
     tile_slots,
 )
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import (
@@ -65,16 +67,20 @@ class HopperLists(WorkLists):
             return None
         return (work,)
 
+    def arrange(self, references: References, runs: Runs) -> Arrangement:
+        """Which runs are shared, and the order of all of them."""
+        return arrange(references, runs, group=self.group, tile=tile_slots(self.head_dim))
+
     def decode(
-        self, references: References, runs: Runs, bucket: int
+        self, arranged: Arrangement, runs: Runs, bucket: int
     ) -> tuple[HopperDecodeWork] | None:
         """One list."""
         items, workers = self.decode_items[bucket], num_workers(self.kv_heads, self.num_cores)
         tile = tile_slots(self.head_dim)
         tiles = items * (ITEM_SLOTS // tile)
         try:
-            work = plan_decode(
-                references,
+            work = lay_out(
+                arranged,
                 runs,
                 num_rows=bucket,
                 page_size=self.page_size,
@@ -94,14 +100,16 @@ class HopperLists(WorkLists):
         """What any step of so many items takes.
 
         A chunk starts a block of its own, and so does the padding; a chunk has at least one item.
+        Both count blocks of a chunk from its first row on, so that those of the scheduler's items
+        are whole blocks of the kernel's, or one of those holds several.
         Cutting blocks into pieces adds up to ``ROUNDS`` items and entries for each worker.
         """
         size = rows_per_block(self.group)
         items = self.prefill_items[bucket]
         blocks = bucket // size + 2 * min(bucket, items) + 1
-        # A block of the scheduler's overlaps so many of the kernel's.
-        entries = (BLOCK_ROWS // size + 2) * items + blocks
+        tiles = max(1, BLOCK_ROWS // size) * items
+        entries = tiles + blocks
         pieces = self._most_pieces(bucket)
         cut = 0 if pieces == 1 else prefill_plan.ROUNDS * self.num_cores // self.kv_heads
         parts = 0 if pieces == 1 else (blocks + cut) * size
-        return prefill_plan.Capacity(blocks + cut, entries + cut, entries, parts)
+        return prefill_plan.Capacity(blocks + cut, entries + cut, tiles, parts)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lazyattn_jax.kernels.dense import spread
-from lazyattn_jax.kernels.mosaic_gpu.tables import padded
+from lazyattn_jax.kernels.mosaic_gpu.tables import columns_of, padded
 from lazyattn_jax.kernels.work import References, Runs
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Capacity:
         A worker's borders cut an entry, of at most ``ROWS`` references, in two.
         """
         parts = min(references, MOST_SHARED * rows) + rows + ROWS * workers
-        return cls(references + workers, references + ROWS * workers, tiles, parts)
+        return cls(references + workers, references, tiles, parts)
 
 
 def tile_slots(head_dim: int) -> int:
@@ -94,6 +94,21 @@ def rows_per_entry(group: int) -> int:
 def num_workers(kv_heads: int, num_cores: int = 132) -> int:
     """Workers a KV head, so that two blocks run on every core."""
     return max(1, 2 * num_cores // kv_heads)
+
+
+class Arrangement(NamedTuple):
+    """The references of a decode step, item by item in the order of the line of tiles.
+
+    Item ``i`` is run ``run[i]`` for the ``size[i]`` references (query row and turn) from
+    ``first[i]`` on. ``fresh`` says whether its softmax starts anew: it goes on from the item before
+    where both are read for the same row alone.
+    """
+
+    references: Int[np.ndarray, "R 2"]
+    first: Int[np.ndarray, "I"]
+    size: Int[np.ndarray, "I"]
+    run: Int[np.ndarray, "I"]
+    fresh: Bool[np.ndarray, "I"]
 
 
 def plan_decode(
@@ -124,62 +139,126 @@ def plan_decode(
     Raises:
       DoesNotFit: the step does not fit into the capacity.
     """
-    used = runs.length[references.run] > 0
-    row, run, turn = (x[used] for x in (references.row, references.run, references.turn))
-    run_tiles = -(-runs.length // tile)
-    shared = _worth_sharing(row, run, run_tiles) if share else np.zeros(len(row), bool)
+    return lay_out(
+        arrange(references, runs, group=group, tile=tile, share=share),
+        runs,
+        num_rows=num_rows,
+        page_size=page_size,
+        group=group,
+        tile=tile,
+        workers=workers,
+        capacity=capacity,
+    )
+
+
+def arrange(
+    references: References, runs: Runs, *, group: int, tile: int, share: bool = True
+) -> Arrangement:
+    """The first half of ``plan_decode``, which stays while runs that one row holds grow.
+
+    Lengths only decide which runs are worth sharing, and leave out runs that are empty.
+    """
+    row, _, run, turn, _ = references
+    used = runs.length[run] > 0
+    if not used.all():
+        row, run, turn = row[used], run[used], turn[used]
+    shared = np.zeros(len(row), bool)
+    if share:
+        shared = _worth_sharing(row, run, -(-runs.length // tile))
     # Runs read for one row come first, by row, so that a row's runs follow one another.
-    order = _stable_order(np.where(shared, num_rows + run, row))
-    row, run, turn, shared = row[order], run[order], turn[order], shared[order]
+    order = _stable_order(np.where(shared, row.max(initial=0) + 1 + run, row))
+    row, run, shared = row[order], run[order], shared[order]
     first = _first_of_items(run, shared, rows_per_entry(group))
     size = np.diff(first, append=len(row))
-    item_run, item_row = run[first], np.where(shared[first], -1, row[first])
-    tiles = run_tiles[item_run]
-    begin = np.cumsum(tiles) - tiles
-    total = int(tiles.sum())
+    table = columns_of((row, turn[order]), "references", None, spare=ROWS)
+    row, shared = row[first], shared[first]
+    fresh = np.ones(len(first), bool)
+    fresh[1:] = shared[1:] | (row[1:] != row[:-1])
+    return Arrangement(table, first, size, run[first], fresh)
+
+
+def lay_out(
+    arrangement: Arrangement,
+    runs: Runs,
+    *,
+    num_rows: int,
+    page_size: int,
+    group: int,
+    tile: int,
+    workers: int,
+    capacity: Capacity | None = None,
+) -> HopperDecodeWork:
+    """The second half of ``plan_decode``: cuts the line of tiles into entries.
+
+    Args:
+      arrangement: of ``arrange`` with the same ``group`` and ``tile``.
+      runs: of the same numbers; those that one row holds may have grown.
+    """
+    references, first, size, run, fresh = arrangement
+    length = runs.length[run]
+    tiles = -(-length // tile)
+    end = np.cumsum(tiles)
+    begin, total = end - tiles, int(tiles.sum())
+    last_valid = length - (tiles - 1) * tile
 
     # Entries: the line of tiles cut where items start and where workers start.
-    worker_begin = (np.arange(workers + 1) * total) // workers
+    worker_begin = np.arange(workers + 1) * total // workers
     cuts = begin
     if total:
         # Two sorted lines: sorting them stably is merging them, several times faster than unique.
         cuts = np.sort(np.concatenate([begin, worker_begin[:-1]]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
-    count = np.diff(cuts, append=total)
+    count = np.append(cuts[1:], total)[: len(cuts)] - cuts
     item = np.searchsorted(begin, cuts, side="right") - 1
-    worker = np.searchsorted(worker_begin, cuts, side="right")
-    last = cuts + count == begin[item] + tiles[item]
-    valid = np.where(last, runs.length[item_run[item]] - (tiles[item] - 1) * tile, tile)
-    line = np.where(item_row[item] < 0, -1 - item, item_row[item])  # one softmax in a worker
-    goes_on = (line[1:] == line[:-1]) & (worker[1:] == worker[:-1])
-    flush, fresh = np.append(~goes_on, True)[: len(cuts)], np.append(True, ~goes_on)[: len(cuts)]
-
-    rows_of = size[item]
-    first_reference = np.cumsum(rows_of) - rows_of
-    entry, place = spread(rows_of)
-    source = first[item[entry]] + place
-    table = np.stack([row[source], turn[source]], 1)
+    bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
+    rows_of, fresh = size[item], fresh[item]
+    fresh[bounds[bounds[:, 0] < len(cuts), 0]] = True
+    flush = np.append(fresh[1:], True)[: len(cuts)]
     eights = np.where(flush, -(-rows_of * group // 8), 0)
     results = 8 * (np.cumsum(eights) - eights)
-    written = np.flatnonzero(flush[entry])
-    written = written[_stable_order(table[written, 0])]
-    parts = np.bincount(table[written, 0], minlength=num_rows)
-    within = place[written] * group
-    part_at = np.stack([results[entry[written]] + within, entry[written] * PACKED + within], 1)
-    entries = np.stack([cuts, count, valid, first_reference, rows_of, flush, fresh, results], 1)
-    bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
-    tile_pages = _tile_pages(runs, item_run, tiles, begin, total, page_size, tile)
 
-    work = HopperDecodeWork(
-        bounds.astype(np.int32),
-        _starts(bounds, entries, table, tile_pages),
-        entries,
-        table,
-        tile_pages,
-        np.append(0, np.cumsum(parts)).astype(np.int32),
-        part_at,
+    # Partial results, by query row.
+    written = np.flatnonzero(flush)
+    part, place = spread(rows_of[written])
+    part_row = references[first[item[written]][part] + place, 0]
+    by_row = _stable_order(part_row)
+    written, place = written[part[by_row]], place[by_row] * group
+    parts = np.bincount(part_row, minlength=num_rows)
+
+    # Of a table without any rows a kernel still reads the first.
+    limits = capacity or Capacity(
+        max(1, len(cuts)), max(1, len(references) - ROWS), max(1, total), max(1, len(written))
     )
-    return _padded(work, capacity)
+    entries = columns_of(
+        (
+            cuts,
+            count,
+            np.where(cuts + count == end[item], last_valid[item], tile),
+            first[item],
+            rows_of,
+            flush,
+            fresh,
+            results,
+        ),
+        "entries",
+        limits.entries,
+    )
+    # A worker reads the references of a whole entry, whatever its number of rows.
+    references = padded(
+        references[: len(references) - ROWS], "references", limits.references, spare=ROWS
+    )
+    pages = padded(
+        _tile_pages(runs, arrangement.run, tiles, begin, page_size, tile), "tiles", limits.tiles
+    )
+    return HopperDecodeWork(
+        bounds.astype(np.int32),
+        _starts(bounds, entries, references, pages),
+        entries,
+        references,
+        pages,
+        np.append(0, np.cumsum(parts)).astype(np.int32),
+        columns_of((results[written] + place, written * PACKED + place), "parts", limits.parts),
+    )
 
 
 def _worth_sharing(
@@ -191,10 +270,10 @@ def _worth_sharing(
     result to write and to merge, which takes as long as a fraction of a tile.
     """
     holders = np.bincount(run, minlength=len(run_tiles))
-    worth = (holders - 1) * run_tiles >= 2 + holders // 4
-    shared = worth[run] & (holders[run] > 1)
+    saved = (holders - 1) * run_tiles
+    shared = ((holders > 1) & (saved >= 2 + holders // 4))[run]
     if np.bincount(row[shared], minlength=1).max() > MOST_SHARED:
-        order = np.lexsort((run, -(holders[run] - 1) * run_tiles[run], row, ~shared))
+        order = np.lexsort((run, -saved[run], row, ~shared))
         by_row = row[order]
         new = np.append(
             True, (by_row[1:] != by_row[:-1]) | (shared[order][1:] != shared[order][:-1])
@@ -215,32 +294,36 @@ def _first_of_items(
     run: Int[np.ndarray, "n"], shared: Bool[np.ndarray, "n"], width: int
 ) -> Int[np.ndarray, "I"]:
     """The first reference of each item: one a reference, or some rows that share a run."""
-    if not len(run):
-        return np.zeros(0, int)
-    new = np.append(True, (run[1:] != run[:-1]) | ~shared[1:])
+    new = np.ones(len(run), bool)
+    new[1:] = (run[1:] != run[:-1]) | ~shared[1:]
     start = np.flatnonzero(new)
     held = np.diff(start, append=len(run))
     # Equal items rather than full ones and a small rest.
-    each = -(-held // -(-held // width))
-    owner, within = spread(held)
-    return np.flatnonzero(within % each[owner] == 0)
+    items = -(-held // width)
+    owner, place = spread(items)
+    return start[owner] + place * -(-held // items)[owner]
 
 
 def _tile_pages(
     runs: Runs,
-    item_run: Int[np.ndarray, "I"],
+    run: Int[np.ndarray, "I"],
     tiles: Int[np.ndarray, "I"],
     begin: Int[np.ndarray, "I"],
-    total: int,
     page_size: int,
     tile: int,
 ) -> Int[np.ndarray, "tiles boxes"]:
     boxes, parts = max(1, tile // page_size), max(1, page_size // tile)
-    # Boxes past the run read its last page again; their slots are masked.
-    last = -(-runs.length[item_run] // page_size) - 1
-    box = (np.arange(total) - np.repeat(begin, tiles))[:, None] * boxes + np.arange(boxes)
-    page = np.minimum(box // parts, np.repeat(last, tiles)[:, None])
-    return runs.pages[np.repeat(runs.start[item_run], tiles)[:, None] + page] * parts + box % parts
+    line = np.repeat(runs.start[run] * parts - begin * boxes, tiles * boxes)
+    line += np.arange(len(line))  # in place: these are the largest arrays of a plan
+    box = line.reshape(-1, boxes)
+    if boxes > 1:
+        # Boxes past the run read its last page again; their slots are masked.
+        length = runs.length[run]
+        ragged = np.flatnonzero(length % tile)
+        last = runs.start[run[ragged]] - (-length[ragged] // page_size) - 1
+        at = begin[ragged] + tiles[ragged] - 1
+        box[at] = np.minimum(box[at], last[:, None])
+    return runs.pages[box] if parts == 1 else runs.pages[box // parts] * parts + box % parts
 
 
 def _starts(
@@ -251,31 +334,14 @@ def _starts(
 ) -> Int[np.ndarray, "W n"]:
     """``HopperDecodeWork.starts``; of workers without entries nothing is read."""
     workers = len(bounds) - 1
-    if not len(entries):
+    if not bounds.any():
         return np.zeros((workers, 1 + 2 * ROWS + (STAGES + 1) * tiles.shape[1]), np.int32)
-    entry = np.minimum(bounds[:-1, 0], len(entries) - 1)
-    reference = np.minimum(entries[entry, 3][:, None] + np.arange(ROWS), len(references) - 1)
-    tile = np.minimum(bounds[:-1, 1][:, None] + np.arange(STAGES + 1), len(tiles) - 1)
+    entry = entries[np.minimum(bounds[:-1, 0], len(entries) - 1)]
+    reference = entry[:, 3, None] + np.arange(ROWS)
+    tile = np.minimum(bounds[:-1, 1, None] + np.arange(STAGES + 1), len(tiles) - 1)
     columns = (
-        entries[entry, 4][:, None],
+        entry[:, 4, None],
         references[reference].reshape(workers, -1),
         tiles[tile].reshape(workers, -1),
     )
-    return np.concatenate(columns, 1).astype(np.int32)
-
-
-def _padded(work: HopperDecodeWork, capacity: Capacity | None) -> HopperDecodeWork:
-    # Of a table without any rows a kernel still reads the first.
-    limits = capacity or Capacity(
-        max(1, len(work.entries)),
-        max(1, len(work.references)),
-        max(1, len(work.tiles)),
-        max(1, len(work.part_at)),
-    )
-    return work._replace(
-        entries=padded(work.entries, "entries", limits.entries),
-        # A worker reads the references of a whole entry, whatever its number of rows.
-        references=padded(work.references, "references", limits.references, spare=ROWS),
-        tiles=padded(work.tiles, "tiles", limits.tiles),
-        part_at=padded(work.part_at, "parts", limits.parts),
-    )
+    return np.concatenate(columns, 1)

@@ -202,7 +202,7 @@ def _entries(
     columns = np.stack(
         [np.zeros_like(tiles), tiles, plain, limit, causal, skip, references.turn[ref]], 1
     )
-    idle = np.setdiff1d(np.arange(len(first_row)), block)
+    idle = np.flatnonzero(np.bincount(block, minlength=len(first_row)) == 0)
     block = np.append(block, idle)
     columns = np.concatenate([columns, np.zeros((len(idle), columns.shape[1]), np.int64)])
     order = np.argsort(block, kind="stable")

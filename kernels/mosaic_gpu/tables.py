@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def padded(
-    table: Int[np.ndarray, "n *columns"], name: str, capacity: int | None, *, spare: int = 0
-) -> Int[np.ndarray, "m *columns"]:
+    table: Int[np.ndarray, "n columns"], name: str, capacity: int | None, *, spare: int = 0
+) -> Int[np.ndarray, "m columns"]:
     """A table as int32 with zeros up to its capacity.
 
     Args:
@@ -26,9 +27,26 @@ def padded(
     Raises:
       DoesNotFit: more rows are needed.
     """
-    limit = len(table) if capacity is None else capacity
-    if len(table) > limit:
-        raise DoesNotFit(f"the step takes {len(table)} {name}, Capacity.{name} is {limit}")
-    out = np.zeros((limit + spare, *table.shape[1:]), np.int32)
+    out = _zeros(len(table), table.shape[1], name, capacity, spare)
     out[: len(table)] = table
     return out
+
+
+def columns_of(
+    columns: Sequence[Int[np.ndarray, "n"]], name: str, capacity: int | None, *, spare: int = 0
+) -> Int[np.ndarray, "m columns"]:
+    """``padded`` of a table that is given by its columns."""
+    size = len(columns[0])
+    out = _zeros(size, len(columns), name, capacity, spare)
+    for i, column in enumerate(columns):
+        out[:size, i] = column
+    return out
+
+
+def _zeros(
+    size: int, num_columns: int, name: str, capacity: int | None, spare: int
+) -> Int[np.ndarray, "m columns"]:
+    limit = size if capacity is None else capacity
+    if size > limit:
+        raise DoesNotFit(f"the step takes {size} {name}, Capacity.{name} is {limit}")
+    return np.zeros((limit + spare, num_columns), np.int32)

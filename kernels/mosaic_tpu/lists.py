@@ -55,14 +55,12 @@ class TpuLists(WorkLists):
             return None
         return (work,)
 
-    def decode(
-        self, references: References, runs: Runs, bucket: int
-    ) -> tuple[TpuDecodeWork] | None:
+    def decode(self, arranged: References, runs: Runs, bucket: int) -> tuple[TpuDecodeWork] | None:
         """One list."""
         words = DECODE_WORDS + item_pages(self.page_size)
         try:
             work = plan_decode(
-                references,
+                arranged,
                 runs,
                 page_size=self.page_size,
                 capacity=self.decode_items[bucket] * words,

@@ -6,12 +6,12 @@ by its deltas included, is worked out once and kept for as long as the run lives
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
-from functools import cached_property
+import sys
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,55 +22,95 @@ from lazyattn_jax.models.rope import Rotations
 
 
 class _Context(NamedTuple):
-    """The context of one run.
+    """The context of one run; small arrays as bytes, since those of a batch are joined faster so.
 
-    Columns of ``table``: where the placement is inserted, its first entry in ``pages``, its tokens,
-    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``cos`` and
-    ``sin`` plus 1.
+    ``counts`` (int64 ``[3]``) are its placements, pages and turns. Columns of ``table`` (int64
+    ``[n, 5]``): where the placement is inserted, its first entry in ``pages`` (int32), its tokens,
+    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``turns``
+    (cosines and sines) plus 1.
     """
 
     placements: tuple[Placement, ...]
-    table: Int[np.ndarray, "n 5"]
-    pages: Int[np.ndarray, "p"]
-    cos: Float[np.ndarray, "u H//2"]
-    sin: Float[np.ndarray, "u H//2"]
+    counts: bytes
+    table: bytes
+    pages: bytes
+    turns: Float[np.ndarray, "2 u H//2"]
+
+
+class TurnTables:
+    """Makes tables of turns, in memory that is used again once nobody holds it any more.
+
+    A table has room for the most turns that a step can have, and fresh memory of that size costs
+    more than the rest of a plan. A step that has been started may still read its table, and on a
+    CPU jax need not even copy it, but whoever reads an array holds it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], list[Float[np.ndarray, "2 U H//2"]]] = {}
+
+    def make(self, contexts: Sequence[_Context], capacity: int) -> Turns:
+        """The identity and all turns of some contexts; later entries mean nothing."""
+        identity = np.zeros_like(contexts[0].turns, shape=(2, 1, contexts[0].turns.shape[2]))
+        identity[0] = 1
+        parts = [identity, *(c.turns for c in contexts)]
+        table = self._unheld(capacity, identity.shape[2])
+        np.concatenate(parts, axis=1, out=table[:, : sum(part.shape[1] for part in parts)])
+        turns = Turns(table[0], table[1])  # views hold the table
+        for rows in turns:
+            rows.flags.writeable = False
+        return turns
+
+    def _unheld(self, capacity: int, half: int) -> Float[np.ndarray, "2 U H//2"]:
+        made = self._made.setdefault((capacity, half), [])
+        for i in range(len(made)):
+            if sys.getrefcount(made[i]) <= 2:  # the list and the call
+                return made[i]
+        made.append(np.zeros((2, capacity, half), np.float32))
+        return made[-1]
 
 
 class BatchContext:
     """The contexts of the runs of one step, run by run.
 
-    Entry ``i`` says that run ``row[i]`` of the step sees run ``run[i]`` of ``runs`` from its token
-    ``insert_at[i]`` on, turned by entry ``turn[i]``.
+    Entry ``i`` says that run ``row[i]`` of the step sees run ``run[i]`` from its token
+    ``insert_at[i]`` on, turned by entry ``turn[i]``. Runs are numbered as references do: first
+    those of the step, then those of ``runs``.
     """
 
     def __init__(
         self,
         contexts: Sequence[_Context],
         marks: Int[np.ndarray, "P"],
+        tables: TurnTables,
         *,
         share: bool,
     ) -> None:
         self._contexts = contexts
+        self._tables = tables
         self._turns: dict[int, Turns] = {}
-        self.row = np.repeat(np.arange(len(contexts)), _lengths(c.table for c in contexts))
-        table = np.concatenate([c.table for c in contexts])
-        self.insert_at, start, length, mark, turn = table.T
-        turned = _lengths(c.cos for c in contexts)
-        self.num_turns = 1 + int(turned.sum())
-        self.turn = np.where(turn, turn + _starts(turned)[self.row], 0)
-        start = start + _starts(_lengths(c.pages for c in contexts))[self.row]
+        counts = _joined([c.counts for c in contexts], np.int64, 3)
+        before = np.cumsum(counts, axis=0) - counts
+        self.row = np.repeat(np.arange(len(contexts)), counts[:, 0])
+        table = _joined([c.table for c in contexts], np.int64, 5)
+        self.insert_at, start, self._length, mark, turn = table.T
+        self.num_turns = 1 + int(counts[:, 2].sum())
+        self.turn = np.where(turn, turn + before[self.row, 2], 0)
+        start = start + before[self.row, 1]
         if not share:
             mark = np.arange(len(mark))
             marks = np.zeros(len(mark), np.int64)
-        self.run, kept = _same(mark, marks)
-        pages = np.concatenate([c.pages for c in contexts])
-        self.runs = Runs(pages, start[kept], length[kept])
+        run, kept = _same(mark, marks)
+        self.run = run + len(contexts)
+        pages = np.frombuffer(b"".join([c.pages for c in contexts]), np.int32)
+        self.runs = Runs(pages, start[kept], self._length[kept])
 
-    @cached_property
     def decode_references(self) -> References:
-        """Of a step in which every run computes its last token, which is row ``row``."""
-        one = np.ones_like(self.row)
-        return References(self.row, one, self.run, self.turn, self.runs.length[self.run])
+        """Of a step in which every run computes its last token: run ``r`` is row ``r``."""
+        own = np.arange(len(self._contexts))
+        row = np.concatenate([own, self.row])
+        turn = np.concatenate([np.zeros_like(own), self.turn])
+        one, run = np.ones_like(row), np.concatenate([own, self.run])
+        return References(row, one, run, turn, causal=np.zeros_like(row))
 
     def prefill_references(
         self,
@@ -83,28 +123,19 @@ class BatchContext:
         These are rows ``first_row[r] .. first_row[r] + count[r] - 1``.
         """
         skipped = np.maximum(self.insert_at - start[self.row], 0)
-        num_rows = count[self.row] - skipped
-        references = References(
-            first_row[self.row] + skipped,
-            num_rows,
-            self.run,
-            self.turn,
-            self.runs.length[self.run],
+        seen = count[self.row] - skipped
+        some = seen > 0
+        columns = first_row[self.row] + skipped, seen, self.run, self.turn, self._length
+        own = np.arange(len(self._contexts))
+        own_columns = first_row, count, own, np.zeros_like(own), start
+        return References(
+            *(np.concatenate([a, b[some]]) for a, b in zip(own_columns, columns, strict=True))
         )
-        return References(*(column[num_rows > 0] for column in references))
 
     def turns(self, capacity: int) -> Turns:
-        """The turns, padded with zeros; made once, so they cannot be written to."""
+        """The turns, in a table of that size; made once, so they cannot be written to."""
         if capacity not in self._turns:
-            half = self._contexts[0].cos.shape[1]
-            turns = Turns(*(np.zeros((capacity, half), np.float32) for _ in range(2)))
-            turns.cos[0] = 1
-            used = slice(1, self.num_turns)
-            np.concatenate([c.cos for c in self._contexts], out=turns.cos[used])
-            np.concatenate([c.sin for c in self._contexts], out=turns.sin[used])
-            for rows in turns:
-                rows.flags.writeable = False
-            self._turns[capacity] = turns
+            self._turns[capacity] = self._tables.make(self._contexts, capacity)
         return self._turns[capacity]
 
 
@@ -120,20 +151,23 @@ class ContextTables:
     def __init__(self, rotations: Rotations, num_pages: int, *, share: bool = True) -> None:
         self._share = share
         self._rotations = rotations
-        self._known: WeakKeyDictionary[TokenRun, _Context] = WeakKeyDictionary()
+        self._known: dict[int, _Context] = {}  # by the id of a run that lives
         self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
+        self._tables = TurnTables()
 
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
         """The contexts of some runs together."""
         known = self._known
+        found = [known.get(id(run)) for run in runs]
         new = [
             run
-            for run, context in [(run, known.get(run)) for run in runs]
+            for run, context in zip(runs, found, strict=True)
             if context is None or context.placements is not run.context
         ]
         if new:
             self._add(new)
-        return BatchContext([known[run] for run in runs], self._marks, share=self._share)
+        contexts = [known[id(run)] for run in runs]
+        return BatchContext(contexts, self._marks, self._tables, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = [placement for run in runs for placement in run.context]
@@ -143,7 +177,7 @@ class ContextTables:
         )
         temperature = np.fromiter((p.temperature for p in placements), np.float32)
         page_lists = [placement.pages for placement in placements]
-        num_pages = _lengths(page_lists)
+        num_pages = np.fromiter(map(len, page_lists), np.int64)
         pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
         turned = (delta != 0) | (temperature != 1)
         # A query divided by the temperature has its scores divided: kernels need not know of it.
@@ -160,11 +194,20 @@ class ContextTables:
             np.where(turned, turn_at[1:] - turn_at[first], 0),
         )
         table = np.stack(columns, axis=1)
-        bounds = (pairwise(x.tolist()) for x in (at, page_at[at], turn_at[at]))
-        for run, (a, b), (c, d), (e, f) in zip(runs, *bounds, strict=True):
-            # Copies: a view would keep the arrays of the whole batch for as long as one run lives.
-            parts = table[a:b].copy(), pages[c:d].copy(), cos[e:f].copy(), sin[e:f].copy()
-            self._known[run] = _Context(run.context, *parts)
+        bounds = np.stack([at, page_at[at], turn_at[at]], axis=1)
+        counts = np.diff(bounds, axis=0)
+        pairs = pairwise(bounds.tolist())
+        for run, count, ((a, c, e), (b, d, f)) in zip(runs, counts, pairs, strict=True):
+            if id(run) not in self._known:
+                finalize(run, self._known.pop, id(run))
+            self._known[id(run)] = _Context(
+                run.context,
+                count.tobytes(),
+                table[a:b].tobytes(),
+                pages[c:d].tobytes(),
+                # A copy: a view would keep the turns of all runs for as long as one of them lives.
+                np.stack([cos[e:f], sin[e:f]]),
+            )
 
 
 def _same(
@@ -181,9 +224,6 @@ def _same(
     return (np.cumsum(comes_first) - 1)[first], comes_first
 
 
-def _lengths(items: Iterable[Sized]) -> Int[np.ndarray, "n"]:
-    return np.fromiter(map(len, items), np.int64)
-
-
-def _starts(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    return np.cumsum(counts) - counts
+def _joined(parts: Sequence[bytes], dtype: type, columns: int) -> np.ndarray:
+    """The rows of all parts; they cannot be written to."""
+    return np.frombuffer(b"".join(parts), dtype).reshape(-1, columns)

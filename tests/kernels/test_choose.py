@@ -126,7 +126,7 @@ def test_decode_steps_that_fit_the_dense_lists_fit_the_hopper_lists(length):
     made, _ = lists("mosaic_gpu")
     args = batch([1] * 4, [length] * 4, [length] * 4)
     assert lists("xla")[0].decode(*args, 4) is not None
-    works = made.decode(*args, 4)
+    works = made.decode(made.arrange(*args), args[1], 4)
     assert works is not None
     for full, empty in zip(works[0], made.empty(False, 4)[0], strict=True):
         assert full.shape == empty.shape
@@ -135,4 +135,5 @@ def test_decode_steps_that_fit_the_dense_lists_fit_the_hopper_lists(length):
 
 def test_a_step_over_capacity_is_left_to_the_next_bucket():
     made, _ = lists("mosaic_gpu")
-    assert made.decode(*batch([1] * 4, [60_000] * 4, [60_000] * 4), 4) is None
+    references, runs = batch([1] * 4, [60_000] * 4, [60_000] * 4)
+    assert made.decode(made.arrange(references, runs), runs, 4) is None

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_steps import SHAPE, Step, decode_step, decode_steps, prefill_steps, step_of
+from plan_steps import SHAPE, Step, decode_step, decode_steps, prefill_steps, step_of, stored
 
 from lazyattn_jax.kernels.mosaic_gpu import plan as decode_plan
 from lazyattn_jax.kernels.mosaic_gpu import prefill_plan
-from lazyattn_jax.kernels.mosaic_gpu.plan import plan_decode, rows_per_entry, tile_slots
+from lazyattn_jax.kernels.mosaic_gpu.plan import (
+    arrange,
+    lay_out,
+    plan_decode,
+    rows_per_entry,
+    tile_slots,
+)
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill, rows_per_block
 
 
@@ -315,6 +321,20 @@ def check_decode(step: Step, workers: int, share: bool, tile: int) -> None:
 @given(decode_steps(), st.sampled_from([1, 2, 5, 33]), st.booleans(), TILES)
 def test_decode_covers_what_references_name(step, workers, share, tile):
     check_decode(step, workers, share, tile)
+
+
+@settings(max_examples=60, deadline=None)
+@given(decode_steps(), st.integers(1, 200), st.booleans(), TILES)
+def test_what_is_arranged_stays_while_runs_of_one_row_grow(step, grown, share, tile):
+    sizes = {**shape_of(step), "tile": tile, "workers": 5}
+    arranged = arrange(step.references, step.runs, group=step.group, tile=tile, share=share)
+    held = np.bincount(step.references.run, minlength=len(step.runs.length))
+    grows = (held == 1) & (step.runs.length > 0)
+    lengths = step.runs.length + np.where(grows, grown, 0)
+    runs = stored(lengths.tolist(), step.page_size, seed=1)
+    anew = plan_decode(step.references, runs, share=share, **sizes)
+    for table, other in zip(lay_out(arranged, runs, **sizes), anew, strict=True):
+        np.testing.assert_array_equal(table, other, strict=True)
 
 
 @pytest.mark.parametrize("share", [True, False])
