@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from lazyattn_jax.bench import (
+    compare,
     eviction,
     figures,
     kernels,
@@ -30,6 +31,7 @@ def main() -> int:
     eviction.add_command(commands)
     latency.add_command(commands)
     serve.add_command(commands)
+    compare.add_command(commands)
     steps.add_command(commands)
     figures.add_command(commands)
     scale.add_command(commands)

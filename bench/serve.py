@@ -8,7 +8,7 @@ at any time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lazyattn_jax.bench import record
 from lazyattn_jax.bench.serving_engine import Span
 from lazyattn_jax.bench.serving_metrics import Limits
+from lazyattn_jax.bench.serving_plots import save_plots
 from lazyattn_jax.bench.serving_points import WAYS, EngineTarget, Point, Target, measure
 from lazyattn_jax.bench.serving_report import tables
+from lazyattn_jax.bench.serving_url import UrlTarget
 from lazyattn_jax.bench.workloads import NAMES, Workload
 from lazyattn_jax.llm import keep_compiled, load_for
 from lazyattn_jax.models.load import EMBEDDED
@@ -31,6 +33,17 @@ def add_command(commands: Any) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser("serve", help="a model under load", description=__doc__)
     add_options(parser)
+    add = parser.add_argument
+    add("--url", help="measure an OpenAI-compatible server there instead, e.g. http://host:8000/v1")
+    add("--url-model", metavar="NAME", help="what that server calls the model (default: its first)")
+    add("--url-key", default="none", metavar="KEY", help="the API key that it wants")
+    add(
+        "--url-documents",
+        choices=("field", "inline"),
+        default="inline",
+        help="send documents to it beside the messages or within them (default: %(default)s)",
+    )
+    add("--alpha", type=float, nargs="+", default=[Workload.alpha], help="of zipf; %(default)s")
     load = parser.add_argument_group("load")
     load.add_argument(
         "--concurrency", type=int, nargs="+", default=[], metavar="N", help="closed loops"
@@ -46,6 +59,7 @@ def add_command(commands: Any) -> None:
         "the last closed loop",
     )
     load.add_argument("--rate-share-of", choices=tuple(WAYS), default="block", help="%(default)s")
+    add("--plot", type=Path, metavar="DIR", help="also draw them there, as SVG")
     parser.set_defaults(run=run)
 
 
@@ -53,15 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of every benchmark of a model under load."""
     add = parser.add_argument
     add("--model", default=EMBEDDED, help=MODEL_HELP)
-    add("--url", help="measure an OpenAI-compatible server there instead, e.g. http://host:8000/v1")
-    add("--url-model", metavar="NAME", help="what that server calls the model (default: its first)")
-    add("--url-key", default="none", metavar="KEY", help="the API key that it wants")
-    add(
-        "--url-documents",
-        choices=("field", "inline"),
-        default="inline",
-        help="send documents to it beside the messages or within them (default: %(default)s)",
-    )
     add(
         "--reuse",
         type=_modes,
@@ -71,7 +76,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "requests) (default: lazy)",
     )
     add("--json", type=Path, help="also write the results there, after every run")
-    add("--plot", type=Path, metavar="DIR", help="also draw them there, as SVG")
     _add_workload(parser.add_argument_group("workload"))
     span = parser.add_argument_group("how long")
     span.add_argument("--warmup", type=float, default=0.0, help="seconds that do not count")
@@ -89,6 +93,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="use only that share of the KV pool (default: all)",
     )
     engine.add_argument(
+        "--preload",
+        action="store_true",
+        help="begin each run with the documents that come again in the pool, those asked for most "
+        "often first, where others would find them (default: with an empty pool)",
+    )
+    engine.add_argument(
         "--compilation-cache", metavar="DIR", help="keep compiled programs there (default: off)"
     )
     add_engine_options(engine)
@@ -99,7 +109,6 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     add("--workload", choices=NAMES, default=default.name, help="default: %(default)s")
     add("--pool", type=int, default=default.pool, help="documents of zipf; %(default)s")
     add("--documents", type=int, default=default.documents, help="a request; %(default)s")
-    add("--alpha", type=float, nargs="+", default=[default.alpha], help="of zipf; %(default)s")
     for part in ("document", "system", "question", "output"):
         name = f"{part}_tokens"
         value = getattr(default, name)
@@ -128,67 +137,63 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(
             f"--rate-share needs a closed loop (--concurrency) of --reuse {args.rate_share_of}"
         )
-    console = Console()
-    measure_all(args, console, _measure)
-
-
-def measure_all(
-    args: argparse.Namespace, console: Console, plan: Callable[[argparse.Namespace, Runs], None]
-) -> None:
-    """Takes the runs of a plan, prints their tables and draws them.
-
-    Raises:
-      SystemExit: options that contradict each other, or memory that does not suffice.
-    """
     try:
-        with Runs(args, console) as runs:
-            plan(args, runs)
+        with Runs(args, Console(), UrlTarget.of(args) if args.url else None) as runs:
+            if args.url:
+                runs.kept["settings"] = {"url": args.url, "documents": args.url_documents}
+            _measure(args, runs)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if args.plot:
-        from lazyattn_jax.bench.serving_plots import save_plots
-
-        for path in save_plots(args.plot, runs.results):
-            console.print(f"drawn: {path}")
+        save_plots(args.plot, runs.results)
 
 
 def _measure(args: argparse.Namespace, runs: Runs) -> None:
-    for workload in workloads(args):
-        for concurrency in args.concurrency:
-            runs.measure(workload, concurrency=concurrency)
-        for rate in args.rate:
-            runs.measure(workload, rate=rate)
-        if args.rate_share:
-            most = _rate_of(runs.results, args.rate_share_of)
-            runs.measure(workload, rate=args.rate_share * most)
-
-
-def _rate_of(results: Sequence[dict[str, Any]], mode: str) -> float:
-    """Requests a second that a mode reached in the last closed loop."""
-    closed = [r for r in results if r["reuse"] == mode and r["concurrency"] is not None]
-    return float(closed[-1]["requests_per_second"])
-
-
-def workloads(args: argparse.Namespace) -> Iterator[Workload]:
-    """The workload that is asked for, with each alpha."""
-    given = {f.name: getattr(args, f.name) for f in fields(Workload) if f.name in args}
-    del given["alpha"]
-    workload = Workload(args.workload, **given)
+    modes: list[str | None] = [None] if args.url else args.reuse
     for alpha in args.alpha:
-        yield replace(workload, alpha=alpha)
+        workload = replace(workload_of(args), alpha=alpha)
+        for concurrency in args.concurrency:
+            runs.show(runs.measure(workload, modes, concurrency=concurrency))
+        for rate in args.rate:
+            runs.show(runs.measure(workload, modes, rate=rate))
+        if args.rate_share:
+            closed = [r for r in runs.results if r["reuse"] == args.rate_share_of]
+            rate = args.rate_share * capacity(closed[-1])
+            runs.show(runs.measure(workload, modes, rate=rate))
+
+
+def capacity(row: dict[str, Any]) -> float:
+    """Requests a second of a closed loop, from the tokens that came: ends are few and lumpy."""
+    return float(row["output_tokens_per_second"] / row["workload"]["output_tokens"])
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload that is asked for, with alpha as usual."""
+    given = {f.name: getattr(args, f.name) for f in fields(Workload) if f.name in args}
+    return Workload(args.workload, **(given | {"alpha": Workload.alpha}))
 
 
 class Runs:
     """Measures points on what the command line names, with a progress bar for each.
 
-    ``results`` has what was measured, and is written each time.
+    Args:
+      args: of ``add_options``.
+      console: for progress and tables.
+      target: where load is put on; by default an engine in this process.
+
+    Attributes:
+      target: see above.
+      results: what was measured; written each time.
+      kept: what else is written.
     """
 
-    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+    def __init__(
+        self, args: argparse.Namespace, console: Console, target: Target | None = None
+    ) -> None:
         self._args = args
         self.results: list[dict[str, Any]] = []
-        self._settings: dict[str, Any] = {}
-        self._span = Span(args.warmup, args.duration, args.requests)
+        self.kept: dict[str, Any] = {"settings": {}}
+        self.span = Span(args.warmup, args.duration, args.requests)
         self._limits = Limits(args.ttft_limit, args.tpot_limit)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -196,9 +201,9 @@ class Runs:
             TextColumn("{task.fields[answered]} done"),
             TimeElapsedColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
-        self.modes: list[str | None] = [None] if args.url else list(args.reuse)
-        self._target = self._make_target(args, console)
+        self.target = target or self._engine_target(args, console)
 
     def __enter__(self) -> Runs:
         self._progress.start()
@@ -207,22 +212,17 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _make_target(self, args: argparse.Namespace, console: Console) -> Target:
-        if args.url:
-            from lazyattn_jax.bench.serving_url import UrlTarget
-
-            self._settings |= {"url": args.url, "documents": args.url_documents}
-            return UrlTarget(args.url, args.url_model, args.url_documents, args.url_key)
+    def _engine_target(self, args: argparse.Namespace, console: Console) -> EngineTarget:
         if args.compilation_cache is not None:
             keep_compiled(args.compilation_cache)
         for way in args.reuse:
             config = engine_config(args, **WAYS[way])  # raises now rather than after the first run
         ways = {name for way in WAYS.values() for name in way}
-        self._settings["model"] = args.model
-        self._settings |= {k: v for k, v in asdict(config).items() if v and k not in ways}
+        settings = {k: v for k, v in asdict(config).items() if v and k not in ways}
+        self.kept["settings"] = {"model": args.model, "preload": args.preload} | settings
         with console.status(f"Loading {args.model}"):
             loaded = load_for(config, args.model, args.adapter)
-        return EngineTarget(loaded, config, self._compiled)
+        return EngineTarget(loaded, config, self._compiled, preload=args.preload)
 
     def _compiled(self, done: int, total: int) -> None:
         if total and done == 0:
@@ -230,28 +230,52 @@ class Runs:
         elif total:
             self._progress.update(self._compiling, completed=done, answered=done)
 
-    def measure(self, workload: Workload, *, pool_share: float = 1.0, **load: float) -> None:
-        """Measures one load for each way of reuse, on that share of the pool that may be used."""
-        share = pool_share * self._args.pool_share
-        points = [Point(workload, mode, pool_share=share, **load) for mode in self.modes]  # type: ignore[arg-type]
+    def measure(
+        self,
+        workload: Workload,
+        modes: Sequence[str | None],
+        *,
+        pool_share: float | None = None,
+        span: Span | None = None,
+        **more: Any,
+    ) -> list[dict[str, Any]]:
+        """Measures one load for each way of reuse.
+
+        Args:
+          workload: what is asked.
+          modes: of ``WAYS``; none for a server.
+          pool_share: of the KV pool that may be used, if it is not as the command line says.
+          span: how long, likewise.
+          more: ``rate`` or ``concurrency``; and what is kept with the results.
+        """
+        load = {name: more.pop(name) for name in ("rate", "concurrency") if name in more}
+        share = pool_share or self._args.pool_share
+        points = [Point(workload, mode, pool_share=share, **load) for mode in modes]
         found = []
         for point in points:
-            found.append(self._measure(point))
+            found.append(self._measure(point, span or self.span) | more)
             self.results.append(found[-1])
-            if self._args.json:
-                found_so_far = {"settings": self._settings, "results": self.results}
-                record.write(self._args.json, found_so_far)
+            self.write()
+        return found
+
+    def write(self) -> None:
+        """Writes what was found so far, if that is asked for."""
+        if self._args.json:
+            record.write(self._args.json, self.kept | {"results": self.results})
+
+    def show(self, found: Sequence[dict[str, Any]]) -> None:
+        """Prints tables of some results."""
         for table in tables(found):
             self._progress.console.print(table)
 
-    def _measure(self, point: Point) -> dict[str, Any]:
-        whole = self._span.warmup + self._span.duration
-        by_count = self._span.requests is not None and whole == float("inf")
-        total = self._span.requests if by_count else whole
+    def _measure(self, point: Point, span: Span) -> dict[str, Any]:
+        whole = span.warmup + span.duration
+        by_count = span.requests is not None and whole == float("inf")
+        total = span.requests if by_count else whole
         task = self._progress.add_task(point.label, total=total, answered=0)
 
         def progress(seconds: float, answered: int) -> None:
             done = answered if by_count else seconds
             self._progress.update(task, completed=done, answered=answered)
 
-        return measure(self._target, point, self._span, self._limits, progress)
+        return measure(self.target, point, span, self._limits, progress)

@@ -48,17 +48,31 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """Always so many requests under way: the next is sent when one ends."""
+    """Clients that each send their next request when the last one has ended.
 
-    def __init__(self, concurrency: int) -> None:
+    Args:
+      concurrency: clients.
+      begin: when the first of them comes.
+      ramp: seconds in which they come, one after another: requests that begin at once would end at
+        once, and the next ones too.
+    """
+
+    def __init__(self, concurrency: int, begin: float = 0.0, ramp: float = 0.0) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}, must be at least 1")
         self._concurrency = concurrency
+        self._begin = begin
+        self._gap = ramp / concurrency
+        self._come = 0
 
     def due(self, now: float, running: int) -> list[float]:
         """See ``Load``."""
-        return [now] * (self._concurrency - running)
+        while self.next_at() <= now:
+            self._come += 1
+        return [now] * (self._come - running)
 
     def next_at(self) -> float:
         """See ``Load``."""
-        return math.inf
+        if self._come == self._concurrency:
+            return math.inf
+        return self._begin + self._come * self._gap

@@ -78,11 +78,16 @@ def summarise(
     ended = [r for r in good if r.times and inside(r.ended)]
     tpots = [r.tpot for r in ended if r.tpot is not None]
     gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:], strict=False) if inside(b)]
-    tokens = sum(n for r in good for t, n in zip(r.times, r.counts, strict=True) if inside(t))
+    middle = (begin + end) / 2
+    halves = [0, 0]
+    for time, count in ((t, n) for r in good for t, n in zip(r.times, r.counts, strict=True)):
+        if inside(time):
+            halves[time > middle] += count
     kept = [r for r in ended if r.ttft <= limits.ttft and (r.tpot or 0) <= limits.tpot]
     answered = [r.correct for r in ended if r.correct is not None]
     return {
         "seconds": seconds,
+        "requests_begun": len(first),
         "requests": len(ended),
         "errors": sum(r.error is not None for r in records),
         "ttft_ms": _spread([r.ttft for r in first]),
@@ -90,7 +95,8 @@ def summarise(
         "itl_ms": _spread(gaps),
         "e2e_ms": _spread([r.ended - r.arrived for r in ended if r.ended is not None]),
         "requests_per_second": len(ended) / seconds,
-        "output_tokens_per_second": tokens / seconds,
+        "output_tokens_per_second": sum(halves) / seconds,
+        "output_tokens_per_second_in_halves": [2 * tokens / seconds for tokens in halves],
         "prompt_tokens_per_second": sum(r.prompt_tokens for r in first) / seconds,
         "goodput_requests_per_second": len(kept) / seconds,
         "document_hit_rate": _share(first, "cached_document_tokens", "document_tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from lazyattn_jax.bench.workloads import Workload, token_maker
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
+from lazyattn_jax.engine.request import DocumentPiece, Prompt
 from lazyattn_jax.engine.reuse import MODES
 from lazyattn_jax.engine.runner import Programs
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -51,12 +53,12 @@ class Point:
         if not 0 < self.pool_share <= 1:
             raise ValueError(f"pool_share is {self.pool_share}, must be above 0 and at most 1")
 
-    def load(self, begin: float) -> Load:
-        """When its requests are sent."""
+    def load(self, begin: float, span: Span) -> Load:
+        """When its requests are sent; the clients of a closed loop come in half of the warm-up."""
         if self.rate is not None:
             return OpenLoop(self.rate, begin, self.workload.seed)
         assert self.concurrency is not None
-        return ClosedLoop(self.concurrency)
+        return ClosedLoop(self.concurrency, begin, span.warmup / 2)
 
     @property
     def label(self) -> str:
@@ -78,12 +80,16 @@ class Target(Protocol):
 
 
 class EngineTarget:
-    """Engines in this process: one model, the same programs, and an empty pool for each point.
+    """Engines in this process, one at a time: one model and the same programs.
+
+    Each point begins with an empty pool or, with ``preload``, with the documents that come again in
+    it, those asked for most often first.
 
     Args:
       loaded: the model.
       config: of the engines but for what ``WAYS`` set.
       compiled: told of compiled batch shapes: done, total.
+      preload: see above.
     """
 
     def __init__(
@@ -91,36 +97,73 @@ class EngineTarget:
         loaded: LoadedModel,
         config: EngineConfig,
         compiled: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        preload: bool = False,
     ) -> None:
-        self._loaded = loaded
+        self.loaded = loaded
         self._config = config
         self._compiled = compiled
+        self._preload = preload
         self._programs: Programs = {}
+        self._engine: tuple[str, float, Engine] | None = None
+        self._make = token_maker(loaded.config.vocab_size)
 
     def engine(self, reuse: str, pool_share: float = 1.0) -> Engine:
-        """An engine with an empty pool, used once. Nothing of an earlier one may be in use."""
+        """An idle engine; the last one, if that is such a one. There is room for one only."""
+        if self._engine is None or self._engine[:2] != (reuse, pool_share):
+            self._engine = None
+            gc.collect()
+            self._engine = reuse, pool_share, self._new_engine(reuse, pool_share)
+        return self._engine[2]
+
+    def _new_engine(self, reuse: str, pool_share: float) -> Engine:
         if pool_share < 1 and self._config.check_invariants:
             raise ValueError("check_invariants would miss the pages that pool_share takes away")
-        gc.collect()  # there is no room for two pools
         config = replace(self._config, **WAYS[reuse])
-        engine = Engine(self._loaded, config, self._compiled, programs=self._programs)
-        rng = np.random.default_rng()
-        make = token_maker(self._loaded.config.vocab_size)
-        engine.add([make(rng, 8)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
+        engine = Engine(self.loaded, config, self._compiled, programs=self._programs)
+        prompt = [self._make(np.random.default_rng(), 8)]
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        _finish(engine)
         engine.scheduler.index.clear()
         # The shape of the pool is part of the programs, so what is not to be used is taken away.
-        unused = engine.limits.num_pages - int(engine.limits.num_pages * pool_share)
-        engine.scheduler.index.allocate(unused)
+        engine.scheduler.index.allocate(engine.limits.num_pages - _usable(engine, pool_share))
         return engine
 
     def run(self, point: Point, span: Span, progress: Progress) -> Outcome:
         """See ``Target``."""
         assert point.reuse is not None
         engine = self.engine(point.reuse, point.pool_share)
-        queries = point.workload.queries(token_maker(self._loaded.config.vocab_size))
-        return drive(engine, queries, point.load, span, progress=progress)
+        usable = _usable(engine, point.pool_share)
+        prompts = self._usual(engine, point.workload, usable) if self._preload else []
+        if not prompts:
+            engine.scheduler.index.clear()
+        for prompt in prompts:
+            engine.add(prompt, SamplingParams(), encode_only=True)
+        _finish(engine)
+        queries = point.workload.queries(self._make)
+        outcome = drive(
+            engine, queries, lambda begin: point.load(begin, span), span, progress=progress
+        )
+        outcome.figures["kv_pool_bytes"] = usable * engine.page_bytes
+        return outcome
+
+    def _usual(self, engine: Engine, workload: Workload, num_pages: int) -> list[Prompt]:
+        """Prompts of the documents asked for most often, as many as so many pages hold."""
+        reuse, pages = engine.config.reuse_mode, engine.limits.pages_for
+        if not (reuse.shared and reuse.independent):
+            return []  # nobody would find them
+        system, documents = workload.usual(self._make)
+        fit = (num_pages - pages(workload.system_tokens)) // pages(workload.document_tokens)
+        return [[system, DocumentPiece(document)] for document in islice(documents, fit)]
+
+
+def _usable(engine: Engine, pool_share: float) -> int:
+    return int(engine.limits.num_pages * pool_share)
+
+
+def _finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 def measure(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 _SPREADS = {
@@ -14,10 +14,14 @@ _SPREADS = {
     "itl_ms": "gap between tokens (ITL)",
     "e2e_ms": "end to end",
 }
-_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "requests_per_second": ("requests a second", "{:.2f}".format),
     "goodput_requests_per_second": ("goodput, requests a second", "{:.2f}".format),
     "output_tokens_per_second": ("output tokens a second", "{:.0f}".format),
+    "output_tokens_per_second_in_halves": (
+        "in each half of the time",
+        lambda halves: ", ".join(f"{x:.0f}" for x in halves),
+    ),
     "prompt_tokens_per_second": ("prompt tokens a second", "{:.0f}".format),
     "document_hit_rate": ("document tokens found", "{:.1%}".format),
     "token_hit_rate": ("prompt tokens found", "{:.1%}".format),
@@ -30,29 +34,65 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "host_ms_per_step": ("host, a step", "{:.2f} ms".format),
     "wait_ms_per_step": ("waiting for the device, a step", "{:.2f} ms".format),
     "compilations": ("compilations", "{:.0f}".format),
+    "requests_begun": ("requests with a first token", "{:.0f}".format),
     "requests": ("requests ended", "{:.0f}".format),
     "errors": ("errors", "{:.0f}".format),
     "seconds": ("seconds", "{:.1f}".format),
 }
 
 
+_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], Any], Callable[[Any], str]], ...] = (
+    ("tokens/s", lambda row: row["output_tokens_per_second"], "{:.0f}".format),
+    (
+        "in halves",
+        lambda row: row["output_tokens_per_second_in_halves"],
+        lambda halves: "/".join(f"{x:.0f}" for x in halves),
+    ),
+    ("TTFT p50", lambda row: row["ttft_ms"] and row["ttft_ms"]["p50"], "{:.0f} ms".format),
+    ("p99", lambda row: row["ttft_ms"] and row["ttft_ms"]["p99"], "{:.0f} ms".format),
+    ("TPOT p50", lambda row: row["tpot_ms"] and row["tpot_ms"]["p50"], "{:.1f} ms".format),
+    ("found", lambda row: row["document_hit_rate"], "{:.0%}".format),
+    ("at a time", lambda row: row.get("running"), "{:.0f}".format),
+    ("begun", lambda row: row["requests_begun"], "{:.0f}".format),
+    ("ended", lambda row: row["requests"], "{:.0f}".format),
+    ("host", lambda row: row.get("host_ms_per_step"), "{:.1f} ms".format),
+    ("waiting", lambda row: row.get("wait_ms_per_step"), "{:.1f} ms".format),
+)
+
+
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """One table for each workload and load, with a column for each way of reusing KV."""
-    for title, group in groupby(results, key=_title):
-        yield _table(title, list(group))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in results:
+        groups.setdefault(_title(row), []).append(row)
+    for title, rows in groups.items():
+        yield _table(title, rows)
 
 
-def _title(row: dict[str, Any]) -> str:
+def lines(title: str, results: Sequence[dict[str, Any]]) -> Table:
+    """The most important figures, with a line for each run."""
+    table = Table(title=title, title_justify="left", box=box.MARKDOWN)
+    for name in ("reuse", "load", *(name for name, _, _ in _COLUMNS)):
+        table.add_column(name, justify="left" if name in ("reuse", "load") else "right")
+    for row in results:
+        cells = (_shown(get(row), show) for _, get, show in _COLUMNS)
+        table.add_row(row["reuse"] or "server", _title(row, short=True), *cells)
+    return table
+
+
+def _title(row: dict[str, Any], *, short: bool = False) -> str:
     workload = row["workload"]
     words = [workload["name"]]
     if workload["name"] == "zipf":
-        words.append(f"alpha {workload['alpha']:g}, {workload['pool']} documents")
-    if workload["name"] != "jsonl":
+        documents = "" if short else f", {workload['pool']} documents"
+        words.append(f"alpha {workload['alpha']:g}{documents}")
+    if workload["name"] != "jsonl" and not short:
         words.append(f"{workload['documents']} x {workload['document_tokens']} tokens a request")
     rate, concurrency = row["rate"], row["concurrency"]
-    words.append(f"{rate:.3g} requests a second" if rate else f"{concurrency} at a time")
+    words.append(f"{rate:.3g} a second" if rate else f"{concurrency} at a time")
     if row["pool_share"] < 1:
-        words.append(f"{row['pool_share']:.0%} of the pool")
+        share = f"{row['pool_share']:.0%}"
+        words.append(share if short else f"{share} of the pool")
     return ", ".join(words)
 
 
@@ -72,5 +112,5 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _shown(value: float | None, show: Callable[[float], str]) -> str:
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ class UrlTarget:
         self._model = model
         self._documents = documents
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> UrlTarget:
+        """The server that a command line names."""
+        return cls(args.url, args.url_model, args.url_documents, args.url_key)
+
     def run(self, point: Point, span: Span, progress: Progress) -> Outcome:
         """See ``Target``."""
         queries = point.workload.queries(make_words)
@@ -49,7 +55,7 @@ class UrlTarget:
         async with self._make_client() as client:
             model = self._model or (await client.models.list()).data[0].id
             start = time.perf_counter()
-            load: Load = point.load(start)
+            load: Load = point.load(start, span)
             outcome = Outcome(begin=start + span.warmup)
             running: set[asyncio.Task[None]] = set()
             sent = 0

@@ -18,8 +18,10 @@ from lazyattn_jax.questions import read_json_lines
 type Content = tuple[int, ...] | str
 """Token ids, or text."""
 
-type ContentMaker = Callable[[np.random.Generator, int], Content]
+type Maker[T] = Callable[[np.random.Generator, int], T]
 """Makes random content of so many tokens (or words)."""
+
+type ContentMaker = Maker[Content]
 
 NAMES = ("zipf", "permute", "unique", "jsonl")
 
@@ -91,22 +93,33 @@ class Workload:
             return itertools.cycle(read_jsonl(Path(self.file), self.output_tokens))
         return self._random(make)
 
+    def usual[T](self, make: Maker[T]) -> tuple[T, Iterator[T]]:
+        """The system text, and the documents that come again, those asked for most often first."""
+        count = {"zipf": self.pool, "permute": self.documents}.get(self.name, 0)
+        return self._system(make), (self._document(make, i) for i in range(count))
+
     def _random(self, make: ContentMaker) -> Iterator[Query]:
         known: dict[int, Content] = {}
 
         def document(number: int) -> Content:
             if self.name == "unique":
-                return make(self._rng(2, number), self.document_tokens)
+                return self._document(make, number)
             if number not in known:
-                known[number] = make(self._rng(2, number), self.document_tokens)
+                known[number] = self._document(make, number)
             return known[number]
 
-        system = make(self._rng(1), self.system_tokens)
+        system = self._system(make)
         rng = self._rng(0)
         for i in itertools.count():
             question = make(self._rng(3, i), self.question_tokens)
             numbers = self._draw(rng, i)
             yield Query(system, tuple(map(document, numbers)), question, self.output_tokens)
+
+    def _system[T](self, make: Maker[T]) -> T:
+        return make(self._rng(1), self.system_tokens)
+
+    def _document[T](self, make: Maker[T], number: int) -> T:
+        return make(self._rng(2, number), self.document_tokens)
 
     def _draw(self, rng: np.random.Generator, i: int) -> list[int]:
         if self.name == "zipf":
@@ -129,7 +142,7 @@ def draw_distinct(rng: np.random.Generator, pool: int, count: int, alpha: float)
     return rng.permutation(np.argpartition(-keys, count - 1)[:count]).tolist()
 
 
-def token_maker(vocab_size: int) -> Callable[[np.random.Generator, int], tuple[int, ...]]:
+def token_maker(vocab_size: int) -> Maker[tuple[int, ...]]:
     """Random token ids, without the ends of the vocabulary, where control tokens are."""
     low, high = vocab_size // 4, 3 * vocab_size // 4
     return lambda rng, count: tuple(rng.integers(low, high, count).tolist())
