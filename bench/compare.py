@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lazyattn_jax.bench.goals import goals, table_of
+from lazyattn_jax.bench.goals import gains, goals, table_of, table_of_gains
 from lazyattn_jax.bench.serve import Runs, add_options, capacity, workload_of
 from lazyattn_jax.bench.serving_engine import Span
 from lazyattn_jax.bench.serving_points import EngineTarget
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> None:
                     console.print(lines(title, runs.results[before:]))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    console.print(table_of(goals(runs.kept | {"results": runs.results})))
+    found = runs.kept | {"results": runs.results}
+    console.print(table_of(goals(found)))
+    if factors := gains(found):
+        console.print(table_of_gains(factors))
 
 
 def _resume(args: argparse.Namespace, runs: Runs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def gains(found: dict[str, Any]) -> list[tuple[str, float]]:
         "copies take no room from cached documents",
     )
     chain = [_tokens(row) for row in (closed["lazy"], *rows, closed["block"])]
-    return [(name, a / b) for name, a, b in zip(names, chain, chain[1:], strict=True)]
+    return [(name, a / b) for name, (a, b) in zip(names, pairwise(chain), strict=True)]
 
 
 def table_of(reached: Sequence[Goal]) -> Table:
@@ -68,6 +69,17 @@ def table_of(reached: Sequence[Goal]) -> Table:
         limit = f"{'at most' if goal.most else 'at least'} {goal.limit:g}"
         yes = "yes" if goal.reached else "no"
         table.add_row(goal.label, f"{goal.value:.3g}", limit, yes)
+    return table
+
+
+def table_of_gains(factors: Sequence[tuple[str, float]]) -> Table:
+    """What the gain is made of."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("lazy over block")
+    table.add_column("factor", justify="right")
+    for name, factor in factors:
+        table.add_row(name, f"{factor:.2f}")
+    table.add_row("together", f"{np.prod([factor for _, factor in factors]):.2f}")
     return table
 
 

@@ -37,6 +37,8 @@ def _commit() -> str:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes results with their stamp as JSON."""
+    """Writes results with their stamp as JSON; the file is complete at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stamp() | results, indent=2) + "\n", encoding="utf-8")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(stamp() | results, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)
