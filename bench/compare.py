@@ -4,8 +4,8 @@ What is measured comes in parts. ``closed``: all ways in a closed loop. ``open``
 an open loop at a share of what block reached in the closed one. ``steps``: single steps, as ``bench
 steps``. ``unique``: lazy and none, nothing being shared, until the same requests are answered.
 ``alphas``: lazy and block with other exponents of the Zipf law. ``gain``: what lazy gains over
-block, one thing switched off after another. ``pools``, ``rates``, ``loads``: lazy and block with
-other sizes of the pool, request rates and concurrencies.
+block, one thing switched off after another. ``rates``, ``loads``, ``pools``: lazy and block with
+other request rates, concurrencies and sizes of the pool.
 
 With ``--json`` results are written after every run, and parts that the file has already are not
 measured again.
@@ -160,13 +160,6 @@ def _gain(args: argparse.Namespace, runs: Runs) -> None:
     runs.measure(workload, ["block"], concurrency=few, pool_share=share, part="gain")
 
 
-def _pools(args: argparse.Namespace, runs: Runs) -> None:
-    for mode in BOTH:
-        for share in args.pool_shares:
-            load = {"concurrency": args.concurrency, "pool_share": share, "part": "pools"}
-            runs.measure(workload_of(args), [mode], **load)
-
-
 def _rates(args: argparse.Namespace, runs: Runs) -> None:
     most = capacity(_closed_row(runs, "block"))
     for mode in BOTH:
@@ -181,6 +174,13 @@ def _loads(args: argparse.Namespace, runs: Runs) -> None:
             runs.measure(workload_of(args), [mode], concurrency=concurrency, part="loads")
 
 
+def _pools(args: argparse.Namespace, runs: Runs) -> None:
+    for mode in BOTH:
+        for share in args.pool_shares:
+            load = {"concurrency": args.concurrency, "pool_share": share, "part": "pools"}
+            runs.measure(workload_of(args), [mode], **load)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Runs], None]] = {
     "closed": _closed,
     "open": _open,
@@ -188,9 +188,9 @@ PARTS: dict[str, Callable[[argparse.Namespace, Runs], None]] = {
     "unique": _unique,
     "alphas": _alphas,
     "gain": _gain,
-    "pools": _pools,
     "rates": _rates,
     "loads": _loads,
+    "pools": _pools,
 }
 
 

@@ -199,9 +199,12 @@ class _Watch:
             self._before = self._counts()
         if now >= self._next:
             self._next = now + _SAMPLE_SECONDS
-            running = self._engine.scheduler.active
-            pages = kv_pages(running, self._engine.limits.num_pages)
-            self._samples.append((len(running), *pages))
+            self._sample()
+
+    def _sample(self) -> None:
+        running = self._engine.scheduler.active
+        pages = kv_pages(running, self._engine.limits.num_pages)
+        self._samples.append((len(running), *pages))
 
     def _counts(self) -> tuple[float, ...]:
         stats = self._engine.stats
@@ -210,13 +213,15 @@ class _Watch:
 
     def figures(self) -> dict[str, Any]:
         """Means over the samples, and what has been counted since the window began."""
-        found: dict[str, Any] = {}
-        if self._samples:
-            running, distinct, referenced = np.mean(self._samples, axis=0).tolist()
-            size = self._engine.page_bytes
-            found["running"] = running
-            found["kv_bytes_distinct"] = distinct * size
-            found["kv_bytes_referenced"] = referenced * size
+        if not self._samples:
+            self._sample()
+        running, distinct, referenced = np.mean(self._samples, axis=0).tolist()
+        size = self._engine.page_bytes
+        found: dict[str, Any] = {
+            "running": running,
+            "kv_bytes_distinct": distinct * size,
+            "kv_bytes_referenced": referenced * size,
+        }
         if self._before is not None:
             steps, host, wait, preemptions, compilations = (
                 after - before for after, before in zip(self._counts(), self._before, strict=True)

@@ -94,7 +94,7 @@ class Steps:
         sizes = self._sizes
         prompts = self._prompts("unique", sizes.decode_documents, count=sizes.decode_requests)
         requests = self._decoding(prompts)
-        seconds = self._step_seconds()
+        seconds, _ = self._step()
         tokens = sum(len(r.run.tokens) + _context_tokens(r) for r in requests)
         self._finish(requests)
         found = self._result(seconds, self._weights + tokens * self.token_bytes)
@@ -111,9 +111,7 @@ class Steps:
             document_tokens=sizes.host_document_tokens,
         )
         requests = self._decoding(prompts)
-        before = self._engine.stats.host_seconds
-        seconds = self._step_seconds()
-        host = (self._engine.stats.host_seconds - before) / sizes.steps
+        seconds, host = self._step()
         device = self._device_seconds()
         self._finish(requests)
         return {
@@ -131,7 +129,7 @@ class Steps:
         for name, some in (("one", 1), ("all", count)):
             prompts = self._prompts("unique", 1, count=some)
             requests = self._decoding([[p[0], p[-1]] for p in prompts])
-            found[f"{name}_seconds"] = self._step_seconds()
+            found[f"{name}_seconds"], _ = self._step()
             found[f"{name}_kv_tokens"] = sum(len(r.run.tokens) for r in requests)
             self._finish(requests)
         return found
@@ -168,14 +166,15 @@ class Steps:
             engine.step()
         return requests
 
-    def _step_seconds(self) -> float:
-        """A step, the next being prepared while the device is busy with it."""
-        times = []
+    def _step(self) -> tuple[float, float]:
+        """Seconds of a step, the next being prepared while the device is busy, and the host's."""
+        stats, times, host = self._engine.stats, [], []
         for _ in range(self._sizes.steps):
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), stats.host_seconds
             self._engine.step()
             times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+            host.append(stats.host_seconds - before)
+        return statistics.median(times), statistics.median(host)
 
     def _device_seconds(self) -> float:
         """What the device takes for a step's programs, each from its launch until it is done."""

@@ -135,8 +135,20 @@ def test_what_is_under_way_at_the_end_counts_as_far_as_it_got():
     assert found["seconds"] == pytest.approx(0.055)
     assert found["requests"] == 2
     assert found["output_tokens_per_second"] == pytest.approx(12 / 0.055)
+    # The middle is at 0.0725: two requests' tokens at 0.05, 0.06 and 0.07, and from 0.08 to 0.10.
+    assert found["output_tokens_per_second_in_halves"] == pytest.approx([12 / 0.055] * 2)
+    assert found["requests_begun"] == 2
     assert found["ttft_ms"]["p99"] == pytest.approx(10)
     assert outcome.figures["steps"] == 5  # counted from the first look in the window
+
+
+def test_the_clients_of_a_closed_loop_come_one_after_another():
+    """Four in the first 40 ms, one each 10 ms: with requests of one length they stay apart."""
+    engine = FakeEngine()
+    load = ClosedLoop(4, begin=0.0, ramp=4 * STEP)
+    outcome = run(engine, load, Span(requests=8), *[8] * 8)
+    first = [r.times[0] for r in outcome.records]
+    assert first == pytest.approx([STEP * n for n in (1, 2, 3, 4, 9, 10, 11, 12)])
 
 
 def test_documents_as_text_are_found_as_far_as_the_beginning_was():
@@ -257,15 +269,6 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     assert rows[0]["workload"]["alpha"] == 1.0
 
 
-def test_figures_on_a_small_model(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    load = ["--concurrency", "1", "2", "--rate-shares", "0.5", "1", "--pool-shares", "0.5"]
-    options = ["--reuse", "lazy,block", "--requests", "4", "--plot", str(tmp_path)]
-    bench(monkeypatch, "figures", *TINY, *load, *options)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {"ttft-rate.svg", "throughput-concurrency.svg", "hits-pool.svg"}
-
-
 def test_points_of_a_plot_differ_in_one_setting_only():
     def row(reuse, concurrency, alpha=1.0, share=1.0):
         workload = {"name": "zipf", "alpha": alpha}
@@ -300,37 +303,3 @@ def test_points_of_a_plot_differ_in_one_setting_only():
 def test_options_that_do_not_do(monkeypatch, options, message):
     with pytest.raises(SystemExit, match=message):
         bench(monkeypatch, "serve", *TINY, *options)
-
-
-def test_steps_of_a_small_model(monkeypatch, tmp_path):
-    path = tmp_path / "found.json"
-    sizes = {
-        "--document-tokens": 20,
-        "--host-document-tokens": 20,
-        "--decode-buckets": 2,
-        "--alone-documents": 3,
-        "--decode-requests": 2,
-        "--steps": 3,
-        "--decode-documents": 2,
-        "--host-requests": 2,
-        "--host-pool": 3,
-        "--json": path,
-        "--question-tokens": 8,
-        "--model": "dummy:tiny",
-        "--kv-pool-bytes": "512KiB",
-        "--max-model-len": 256,
-        "--max-num-batched-tokens": 64,
-        "--max-num-seqs": 2,
-    }
-    bench(monkeypatch, "steps", *(str(x) for pair in sizes.items() for x in pair))
-    found = json.loads(path.read_text())
-    weights, ceiling = found["weight_bytes"], found["read_ceiling"]
-    alone, decode, host = (found["results"][name] for name in ("alone", "decode", "host"))
-    assert alone["best_seconds"] == pytest.approx(weights / ceiling)
-    # Two requests: 32 tokens of system text, 40 of documents, 8 of the question, and a few more.
-    assert 2 * 80 < decode["kv_tokens"] < 2 * (80 + 24)
-    token_bytes = 512  # dummy:tiny in float32
-    size = weights + decode["kv_tokens"] * token_bytes
-    assert decode["best_seconds"] == pytest.approx(size / ceiling)
-    assert host["requests"] == 2
-    assert host["host_seconds"] > 0
