@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +70,18 @@ def test_permute_and_unique():
     assert len({q.documents for q in permuted}) == math.factorial(3)
     unique = queries(50, name="unique")
     assert len({d for q in unique for d in q.documents}) == 150
+
+
+def test_usual_documents_are_those_that_requests_ask_for_in_order_of_rank():
+    workload = Workload(pool=20, documents=3, alpha=2.0, document_tokens=5, question_tokens=4)
+    system, usual = workload.usual(TOKENS)
+    ranked = list(usual)
+    asked = list(itertools.islice(workload.queries(TOKENS), 400))
+    counts = Counter(d for q in asked for d in q.documents)
+    assert {q.system for q in asked} == {system}
+    assert set(counts) == set(ranked)
+    assert [d for d, _ in counts.most_common(3)] == ranked[:3]
+    assert not list(replace(workload, name="unique").usual(TOKENS)[1])
 
 
 def test_a_seed_is_a_workload():
