@@ -19,7 +19,7 @@ _SETTINGS: dict[str, Callable[[Row], Any]] = {
 }
 # Colours that are told apart also by those who see fewer (Okabe and Ito).
 _COLORS = {"lazy": "#0072b2", "block": "#d55e00", "prefix": "#009e73", "none": "#777777"}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

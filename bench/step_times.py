@@ -178,7 +178,8 @@ class Steps:
 
     def _device_seconds(self) -> float:
         """What the device takes for a step's programs, each from its launch until it is done."""
-        programs, times = self._engine.programs, []
+        programs = self._engine.programs
+        times: list[float] = []
         plain = dict(programs)
 
         def timed(program: Callable[..., Any]) -> Callable[..., Any]:
