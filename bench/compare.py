@@ -23,8 +23,9 @@ from typing import Any
 from rich.console import Console
 
 from lazyattn_jax.bench.goals import gains, goals, table_of, table_of_gains
-from lazyattn_jax.bench.serve import Runs, add_options, capacity, workload_of
+from lazyattn_jax.bench.serve import Runs, add_options, workload_of
 from lazyattn_jax.bench.serving_engine import Span
+from lazyattn_jax.bench.serving_metrics import throughput
 from lazyattn_jax.bench.serving_points import EngineTarget
 from lazyattn_jax.bench.serving_report import lines
 from lazyattn_jax.bench.step_times import measure_steps
@@ -119,7 +120,7 @@ def _closed(args: argparse.Namespace, runs: Runs) -> None:
 
 
 def _open(args: argparse.Namespace, runs: Runs) -> None:
-    rate = args.rate_share * capacity(_closed_row(runs, "block"))
+    rate = args.rate_share * throughput(_closed_row(runs, "block"))
     span = replace(runs.span, duration=args.open_duration or runs.span.duration)
     runs.measure(workload_of(args), BOTH, rate=rate, span=span, part="open")
 
@@ -161,7 +162,7 @@ def _gain(args: argparse.Namespace, runs: Runs) -> None:
 
 
 def _rates(args: argparse.Namespace, runs: Runs) -> None:
-    most = capacity(_closed_row(runs, "block"))
+    most = throughput(_closed_row(runs, "block"))
     for mode in BOTH:
         for share in args.rate_shares:
             if mode == "lazy" or share <= 1:
