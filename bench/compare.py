@@ -1,11 +1,11 @@
 """Ways of reusing KV side by side, in one process, the most important figures first.
 
-What is measured comes in parts. ``closed``: all ways in a closed loop. ``open``: lazy and block in
-an open loop at a share of what block reached in the closed one. ``steps``: single steps, as ``bench
-steps``. ``unique``: lazy and none, nothing being shared, until the same requests are answered.
-``alphas``: lazy and block with other exponents of the Zipf law. ``gain``: what lazy gains over
-block, one thing switched off after another. ``rates``, ``loads``, ``pools``: lazy and block with
-other request rates, concurrencies and sizes of the pool.
+What is measured comes in parts. ``closed``: all ways in a closed loop. ``loads``: lazy and block
+with other concurrencies. ``open``: lazy and block in an open loop at a share of the most that block
+reached in any closed one. ``steps``: single steps, as ``bench steps``. ``unique``: lazy and none,
+nothing being shared, until the same requests are answered. ``alphas``: lazy and block with other
+exponents of the Zipf law. ``gain``: what lazy gains over block, one thing switched off after
+another. ``rates``, ``pools``: lazy and block with other request rates and sizes of the pool.
 
 With ``--json`` results are written after every run, and parts that the file has already are not
 measured again.
@@ -23,8 +23,9 @@ from typing import Any
 from rich.console import Console
 
 from lazyattn_jax.bench.goals import gains, goals, table_of, table_of_gains
-from lazyattn_jax.bench.serve import Runs, add_options, capacity, workload_of
+from lazyattn_jax.bench.serve import Runs, add_options, workload_of
 from lazyattn_jax.bench.serving_engine import Span
+from lazyattn_jax.bench.serving_metrics import throughput
 from lazyattn_jax.bench.serving_points import EngineTarget
 from lazyattn_jax.bench.serving_report import lines
 from lazyattn_jax.bench.step_times import measure_steps
@@ -42,18 +43,18 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     add = parser.add_argument_group("loads").add_argument
     add("--concurrency", type=int, default=16, help="of the closed loops; %(default)s")
-    add("--rate-share", type=float, default=0.8, help="of open, of block's rate; %(default)s")
+    add("--rate-share", type=float, default=0.8, help="of open, of block's most; %(default)s")
     add("--open-duration", type=float, help="seconds that count of open (default: --duration)")
     add("--alphas", type=float, nargs="+", default=[0.0, 1.5, 2.1], help="default: %(default)s")
     add("--unique-concurrency", type=int, default=32, help="default: %(default)s")
     add("--unique-requests", type=int, default=64, help="default: %(default)s")
-    add("--loads", type=int, nargs="+", default=[16, 64], help="concurrencies; %(default)s")
+    add("--loads", type=int, nargs="+", default=[4, 8], help="concurrencies; %(default)s")
     add(
         "--rate-shares",
         type=float,
         nargs="+",
-        default=[0.4, 1.6, 2.4],
-        help="of block's rate, above 1 for lazy alone; default: %(default)s",
+        default=[0.4, 0.6, 1.2, 1.8],
+        help="of block's most, above 1 for lazy alone; default: %(default)s",
     )
     add(
         "--pool-shares",
@@ -118,8 +119,14 @@ def _closed(args: argparse.Namespace, runs: Runs) -> None:
     runs.measure(workload_of(args), args.reuse, **load)
 
 
+def _loads(args: argparse.Namespace, runs: Runs) -> None:
+    for mode in BOTH:
+        for concurrency in args.loads:
+            runs.measure(workload_of(args), [mode], concurrency=concurrency, part="loads")
+
+
 def _open(args: argparse.Namespace, runs: Runs) -> None:
-    rate = args.rate_share * capacity(_closed_row(runs, "block"))
+    rate = args.rate_share * _most(runs)
     span = replace(runs.span, duration=args.open_duration or runs.span.duration)
     runs.measure(workload_of(args), BOTH, rate=rate, span=span, part="open")
 
@@ -161,17 +168,11 @@ def _gain(args: argparse.Namespace, runs: Runs) -> None:
 
 
 def _rates(args: argparse.Namespace, runs: Runs) -> None:
-    most = capacity(_closed_row(runs, "block"))
+    most = _most(runs)
     for mode in BOTH:
         for share in args.rate_shares:
             if mode == "lazy" or share <= 1:
                 runs.measure(workload_of(args), [mode], rate=share * most, part="rates")
-
-
-def _loads(args: argparse.Namespace, runs: Runs) -> None:
-    for mode in BOTH:
-        for concurrency in args.loads:
-            runs.measure(workload_of(args), [mode], concurrency=concurrency, part="loads")
 
 
 def _pools(args: argparse.Namespace, runs: Runs) -> None:
@@ -183,13 +184,13 @@ def _pools(args: argparse.Namespace, runs: Runs) -> None:
 
 PARTS: dict[str, Callable[[argparse.Namespace, Runs], None]] = {
     "closed": _closed,
+    "loads": _loads,
     "open": _open,
     "steps": _steps,
     "unique": _unique,
     "alphas": _alphas,
     "gain": _gain,
     "rates": _rates,
-    "loads": _loads,
     "pools": _pools,
 }
 
@@ -199,6 +200,13 @@ def _closed_row(runs: Runs, mode: str) -> dict[str, Any]:
         if row["part"] == "closed" and row["reuse"] == mode:
             return row
     raise ValueError(f"that needs the part 'closed' with --reuse {mode} first")
+
+
+def _most(runs: Runs) -> float:
+    """The most requests a second that block reached, at whatever concurrency suits it best."""
+    _closed_row(runs, "block")
+    rows = [r for r in runs.results if r["part"] in ("closed", "loads")]
+    return max(throughput(row) for row in rows if row["reuse"] == "block")
 
 
 def _target(runs: Runs) -> EngineTarget:

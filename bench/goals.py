@@ -11,6 +11,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from lazyattn_jax.bench.serving_metrics import throughput
+
 type Row = dict[str, Any]
 
 
@@ -55,7 +57,7 @@ def gains(found: dict[str, Any]) -> list[tuple[str, float]]:
         "documents are not copied",
         "copies take no room from cached documents",
     )
-    chain = [_tokens(row) for row in (closed["lazy"], *rows, closed["block"])]
+    chain = [throughput(row) for row in (closed["lazy"], *rows, closed["block"])]
     return [(name, a / b) for name, (a, b) in zip(names, pairwise(chain), strict=True)]
 
 
@@ -83,10 +85,6 @@ def table_of_gains(factors: Sequence[tuple[str, float]]) -> Table:
     return table
 
 
-def _tokens(row: Row) -> float:
-    return float(row["output_tokens_per_second"])
-
-
 def _pairs(rows: Sequence[Row], over: str) -> Iterator[tuple[Row, Row]]:
     """Rows of lazy, each with that of another way under the same load."""
     for ours in rows:
@@ -100,7 +98,7 @@ def _closed(rows: Sequence[Row]) -> Iterator[Goal]:
     for over, limit in (("block", 3.0), ("none", 8.0)):
         for ours, theirs in _pairs(rows, over):
             label = f"throughput, closed loop, lazy to {over}"
-            yield Goal(label, _tokens(ours) / _tokens(theirs), limit)
+            yield Goal(label, throughput(ours) / throughput(theirs), limit)
 
 
 def _open(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -113,7 +111,7 @@ def _open(rows: Sequence[Row]) -> Iterator[Goal]:
 def _alphas(rows: Sequence[Row]) -> Iterator[Goal]:
     for ours, theirs in _pairs(rows, "block"):
         label = f"throughput, alpha {ours['workload']['alpha']:g}, lazy to block"
-        yield Goal(label, _tokens(ours) / _tokens(theirs), 1.0)
+        yield Goal(label, throughput(ours) / throughput(theirs), 1.0)
 
 
 def _steps(results: dict[str, dict[str, float]]) -> Iterator[Goal]:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from lazyattn_jax.bench.scale_fleet import fleet_hits
 from lazyattn_jax.bench.scale_model import Machine, Rate, Traffic, break_even_output, rate
+from lazyattn_jax.bench.serving_metrics import throughput
 
 BEGIN, END = "<!-- bench scale: begin -->", "<!-- bench scale: end -->"
 VARIATIONS: dict[str, tuple[float, ...]] = {
@@ -194,7 +195,7 @@ def _checks(machine: Machine, load: dict[str, Any]) -> Iterator[list[str]]:
         on_paper = rate(
             replace(machine, pool_bytes=pool), traffic, row["reuse"], row["concurrency"]
         ).per_second
-        measured = row["output_tokens_per_second"] / traffic.output_tokens
+        measured = throughput(row)
         label = f"alpha {traffic.alpha:g}, {row['concurrency']} at a time, {pool / 1e9:.0f} GB"
         ratio = f"{on_paper / measured:.2f}"
         yield [label, row["reuse"], f"{on_paper:.2f}", f"{measured:.2f}", ratio]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lazyattn_jax.bench import record
 from lazyattn_jax.bench.serving_engine import Span
-from lazyattn_jax.bench.serving_metrics import Limits
+from lazyattn_jax.bench.serving_metrics import Limits, throughput
 from lazyattn_jax.bench.serving_plots import save_plots
 from lazyattn_jax.bench.serving_points import WAYS, EngineTarget, Point, Target, measure
 from lazyattn_jax.bench.serving_report import tables
@@ -158,13 +158,8 @@ def _measure(args: argparse.Namespace, runs: Runs) -> None:
             runs.show(runs.measure(workload, modes, rate=rate))
         if args.rate_share:
             closed = [r for r in runs.results if r["reuse"] == args.rate_share_of]
-            rate = args.rate_share * capacity(closed[-1])
+            rate = args.rate_share * throughput(closed[-1])
             runs.show(runs.measure(workload, modes, rate=rate))
-
-
-def capacity(row: dict[str, Any]) -> float:
-    """Requests a second of a closed loop, from the tokens that came: ends are few and lumpy."""
-    return float(row["output_tokens_per_second"] / row["workload"]["output_tokens"])
 
 
 def workload_of(args: argparse.Namespace) -> Workload:

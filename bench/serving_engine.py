@@ -177,6 +177,7 @@ def _send(engine: Engine, query: Query, arrived: float) -> _Sent:
         at += length
     record = Record(
         arrived,
+        output_tokens=0 if query.answers else query.output_tokens,
         prompt_tokens=request.prompt_tokens,
         document_tokens=sum(length for _, length in places),
     )

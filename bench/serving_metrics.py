@@ -18,6 +18,7 @@ class Record:
       times: when something of its output came; the first is the first token's.
       counts: tokens that came each time.
       ended: when its output was complete.
+      output_tokens: that were asked for, if so many come in any case; else 0.
       prompt_tokens, document_tokens: of its prompt, and of the documents in it.
       cached_tokens, cached_document_tokens: those of them that did not have to be computed.
       correct: whether an expected answer is in its output; none where none is known.
@@ -28,6 +29,7 @@ class Record:
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ended: float | None = None
+    output_tokens: int = 0
     prompt_tokens: int = 0
     document_tokens: int = 0
     cached_tokens: int = 0
@@ -84,6 +86,7 @@ def summarise(
         if inside(time):
             halves[time > middle] += count
     kept = [r for r in ended if r.ttft <= limits.ttft and (r.tpot or 0) <= limits.tpot]
+    steady = steady_rate(good, begin, end)
     answered = [r.correct for r in ended if r.correct is not None]
     return {
         "seconds": seconds,
@@ -98,11 +101,44 @@ def summarise(
         "output_tokens_per_second": sum(halves) / seconds,
         "output_tokens_per_second_in_halves": [2 * tokens / seconds for tokens in halves],
         "prompt_tokens_per_second": sum(r.prompt_tokens for r in first) / seconds,
+        "steady_requests_per_second": steady and steady[0],
+        "steady_seconds": steady and steady[1],
         "goodput_requests_per_second": len(kept) / seconds,
         "document_hit_rate": _share(first, "cached_document_tokens", "document_tokens"),
         "token_hit_rate": _share(first, "cached_tokens", "prompt_tokens"),
         "correct": sum(answered) / len(answered) if answered else None,
     }
+
+
+def steady_rate(records: Sequence[Record], begin: float, end: float) -> tuple[float, float] | None:
+    """Requests a second while as much came as was begun, and the seconds that this is taken from.
+
+    A server computes prompts for a while, then outputs, so a short window can have many of the ones
+    and few of the others, by 20 % and more. Taken is the longest part of it, from a first token in
+    its first third to one in its last, at whose ends as many tokens were outstanding, but for those
+    of one request. None where there is no such part, or outputs have no known length.
+    """
+    begun = sorted((r.times[0], r.output_tokens) for r in records if r.times and r.times[0] <= end)
+    begun = [(time, tokens) for time, tokens in begun if time > begin]
+    if not begun or not all(tokens for _, tokens in begun):
+        return None
+    times, asked = (np.array(column) for column in zip(*begun, strict=True))
+    size = asked.mean()
+    chunks = sorted(
+        (t, n) for r in records for t, n in zip(r.times, r.counts, strict=True) if begin < t <= end
+    )
+    came = np.concatenate([[0], np.cumsum([n for _, n in chunks])])
+    came = came[np.searchsorted([t for t, _ in chunks], times, side="right")]
+    outstanding = np.cumsum(asked) - came
+    late = np.flatnonzero(times >= end - (end - begin) / 3)
+    best = 0.0, 0.0
+    for i in np.flatnonzero(times <= begin + (end - begin) / 3):
+        even = late[np.abs(outstanding[late] - outstanding[i]) <= size]
+        if len(even) and times[even[-1]] - times[i] > best[1]:
+            j = even[-1]
+            work = (j - i + (came[j] - came[i]) / size) / 2
+            best = float(work / (times[j] - times[i])), float(times[j] - times[i])
+    return best if best[1] else None
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -117,3 +153,8 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
 def _share(records: Sequence[Record], part: str, whole: str) -> float | None:
     total = sum(getattr(r, whole) for r in records)
     return sum(getattr(r, part) for r in records) / total if total else None
+
+
+def throughput(row: dict[str, Any]) -> float:
+    """Requests a second of what ``summarise`` gave: the steady rate, if there is one."""
+    return float(row["steady_requests_per_second"] or row["requests_per_second"])

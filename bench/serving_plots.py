@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lazyattn_jax.bench.serving_metrics import throughput
+
 type Row = dict[str, Any]
 
 _SETTINGS: dict[str, Callable[[Row], Any]] = {
@@ -104,10 +106,6 @@ def _percentile(key: str, name: str) -> Callable[[Row], float | None]:
     return lambda row: row[key] and row[key][name]
 
 
-def _throughput(row: Row) -> float:
-    return float(row["output_tokens_per_second"])
-
-
 PLOTS = (
     Plot(
         "ttft-rate",
@@ -120,18 +118,18 @@ PLOTS = (
     Plot(
         "throughput-concurrency",
         "concurrency",
-        "Output tokens a second",
+        "Requests a second",
         "requests at a time (closed loop)",
-        ((_throughput, "-"),),
+        ((throughput, "-"),),
         log="x",
         ticks=True,
     ),
     Plot(
         "throughput-alpha",
         "alpha",
-        "Output tokens a second",
+        "Requests a second",
         "exponent of the Zipf law (0: uniform)",
-        ((_throughput, "-"),),
+        ((throughput, "-"),),
         ticks=True,
     ),
     Plot(

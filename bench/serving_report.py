@@ -15,13 +15,11 @@ _SPREADS = {
     "e2e_ms": "end to end",
 }
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steady_requests_per_second": ("requests a second, steady", "{:.2f}".format),
+    "steady_seconds": ("seconds that this is taken from", "{:.1f}".format),
     "requests_per_second": ("requests a second", "{:.2f}".format),
     "goodput_requests_per_second": ("goodput, requests a second", "{:.2f}".format),
     "output_tokens_per_second": ("output tokens a second", "{:.0f}".format),
-    "output_tokens_per_second_in_halves": (
-        "in each half of the time",
-        lambda halves: ", ".join(f"{x:.0f}" for x in halves),
-    ),
     "prompt_tokens_per_second": ("prompt tokens a second", "{:.0f}".format),
     "document_hit_rate": ("document tokens found", "{:.1%}".format),
     "token_hit_rate": ("prompt tokens found", "{:.1%}".format),
@@ -42,18 +40,16 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], Any], Callable[[Any], str]], ...] = (
+    ("steady/s", lambda row: row["steady_requests_per_second"], "{:.2f}".format),
+    ("of", lambda row: row["steady_seconds"], "{:.1f} s".format),
+    ("begun/s", lambda row: row["requests_begun"] / row["seconds"], "{:.2f}".format),
+    ("ended/s", lambda row: row["requests_per_second"], "{:.2f}".format),
     ("tokens/s", lambda row: row["output_tokens_per_second"], "{:.0f}".format),
-    (
-        "in halves",
-        lambda row: row["output_tokens_per_second_in_halves"],
-        lambda halves: "/".join(f"{x:.0f}" for x in halves),
-    ),
     ("TTFT p50", lambda row: row["ttft_ms"] and row["ttft_ms"]["p50"], "{:.0f} ms".format),
     ("p99", lambda row: row["ttft_ms"] and row["ttft_ms"]["p99"], "{:.0f} ms".format),
     ("TPOT p50", lambda row: row["tpot_ms"] and row["tpot_ms"]["p50"], "{:.1f} ms".format),
     ("found", lambda row: row["document_hit_rate"], "{:.0%}".format),
     ("at a time", lambda row: row.get("running"), "{:.0f}".format),
-    ("begun", lambda row: row["requests_begun"], "{:.0f}".format),
     ("ended", lambda row: row["requests"], "{:.0f}".format),
     ("host", lambda row: row.get("host_ms_per_step"), "{:.1f} ms".format),
     ("waiting", lambda row: row.get("wait_ms_per_step"), "{:.1f} ms".format),

@@ -154,7 +154,7 @@ def kept(machine, requests=64, tokens=5000, many=256, text=100):
         "workload": workload,
         "concurrency": 256,
         "kv_pool_bytes": machine.pool_bytes,
-        "output_tokens_per_second": 128.0,
+        "steady_requests_per_second": 1.0,
     }
     load = {
         "date": "today",

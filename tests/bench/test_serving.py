@@ -12,7 +12,7 @@ import pytest
 from lazyattn_jax.bench import __main__ as command
 from lazyattn_jax.bench.serving_engine import Span, drive, is_correct, kv_pages, make_prompt
 from lazyattn_jax.bench.serving_load import ClosedLoop
-from lazyattn_jax.bench.serving_metrics import Limits, Record, summarise
+from lazyattn_jax.bench.serving_metrics import Limits, Record, summarise, throughput
 from lazyattn_jax.bench.serving_plots import points
 from lazyattn_jax.bench.workloads import Query
 from lazyattn_jax.engine.engine import Output
@@ -135,8 +135,6 @@ def test_what_is_under_way_at_the_end_counts_as_far_as_it_got():
     assert found["seconds"] == pytest.approx(0.055)
     assert found["requests"] == 2
     assert found["output_tokens_per_second"] == pytest.approx(12 / 0.055)
-    # The middle is at 0.0725: two requests' tokens at 0.05, 0.06 and 0.07, and from 0.08 to 0.10.
-    assert found["output_tokens_per_second_in_halves"] == pytest.approx([12 / 0.055] * 2)
     assert found["requests_begun"] == 2
     assert found["ttft_ms"]["p99"] == pytest.approx(10)
     assert outcome.figures["steps"] == 5  # counted from the first look in the window
@@ -177,6 +175,30 @@ def test_percentiles_and_goodput():
     assert found["goodput_requests_per_second"] == pytest.approx(2.1)
     slow = summarise(records, 0, 10, Limits(ttft=2.0, tpot=0.9))
     assert slow["goodput_requests_per_second"] == 0
+
+
+@pytest.mark.parametrize(("begin", "end"), [(2, 29), (4.5, 33.5), (7, 38)])
+def test_a_steady_rate_from_a_window_that_is_no_whole_number_of_rounds(begin, end):
+    """In rounds of 10 s five prompts are computed, then their outputs: half a request a second."""
+    records = []
+    for k in range(5):
+        for i in range(5):
+            times = [10 * k + i, *(10 * k + 5 + i / 10 + n / 2 for n in range(9))]
+            one = Record(0.0, times, [1] * 10, times[-1], output_tokens=10)
+            records.append(one)
+    found = summarise(records, begin, end, Limits())
+    assert found["steady_requests_per_second"] == pytest.approx(0.5, rel=0.05)
+    assert (end - begin) / 3 <= found["steady_seconds"] <= end - begin
+    assert throughput(found) == found["steady_requests_per_second"]
+
+
+def test_no_steady_rate():
+    more = [Record(0.0, [t, t + 100], [1, 9], t + 100, output_tokens=10) for t in range(1, 30)]
+    found = summarise(more, 0, 30, Limits())  # prompts alone: ever more is outstanding
+    assert found["steady_requests_per_second"] is None
+    assert throughput(found) == found["requests_per_second"] == 0
+    unknown = [Record(0.0, [t, t + 1], [1, 9], t + 1) for t in range(1, 30)]
+    assert summarise(unknown, 0, 30, Limits())["steady_requests_per_second"] is None
 
 
 def test_the_window_and_errors():
@@ -255,7 +277,7 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     kept = json.loads(path.read_text())
     rows = kept["results"]
     assert [r["reuse"] for r in rows] == ways * 2
-    assert rows[5]["rate"] == pytest.approx(0.5 * rows[1]["requests_per_second"])
+    assert rows[5]["rate"] == pytest.approx(0.5 * throughput(rows[1]))
     for row in rows:
         assert (row["requests"], row["errors"], row["compilations"]) == (8, 0, 0)
         assert row["output_tokens_per_second"] == pytest.approx(32 / row["seconds"])
