@@ -24,6 +24,7 @@ def memory(loaded, num_pages: int, prefill: bool):
     return compiled.memory_analysis(), pool_bytes
 
 
+@pytest.mark.usefixtures("compiled_afresh")
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 def test_the_pool_is_donated_and_scratch_does_not_depend_on_its_size(loaded, prefill):
     small, _ = memory(loaded, 256, prefill)
