@@ -21,6 +21,8 @@ from lazyattn_jax.models.rope import Rotations
 from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+# Of each kind of step, where batch shapes are not the point: fewer programs to compile.
+ONE_SHAPE = {"prefill_buckets": (64,), "decode_buckets": (4,)}
 
 
 @functools.cache

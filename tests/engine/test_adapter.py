@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import EngineUnderTest, document, oracle_logits, small_model, text
+from engine_helpers import ONE_SHAPE, EngineUnderTest, document, oracle_logits, small_model, text
 from flax import nnx
 
 from lazyattn_jax.engine import runner
@@ -29,6 +29,7 @@ OPTIONS = {
     "max_model_len": 512,
     "max_documents": 8,
     "check_invariants": True,
+    **ONE_SHAPE,
 }
 
 

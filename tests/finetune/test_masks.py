@@ -35,6 +35,8 @@ def engine() -> Engine:
         kv_pool_bytes=200 * 8 * 512,
         max_num_seqs=2,
         max_num_batched_tokens=64,
+        prefill_buckets=(64,),
+        decode_buckets=(2,),
         max_model_len=512,
         max_documents=8,
         document_context="none",
