@@ -20,6 +20,7 @@ CACHE = {
     "jax_persistent_cache_min_compile_time_secs": 0.1,
     "jax_compilation_cache_max_size": 4 << 30,
 }
+LONG = ("test_demo.py", "test_notebooks.py", "test_restart.py", "test_soak.py")
 FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -44,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if FOLDER in config.stash:
         config.stash[FOLDER].cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: at the end, one worker would wait for the other's."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture

@@ -111,7 +111,8 @@ def running(load: Callable[[], Engine], *keys: str, **options: Any) -> Iterator[
         server.stop()
 
 
-SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
+SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=4", "--max-num-batched-tokens=64")
+SMALL += ("--prefill-buckets=64", "--decode-buckets=4")  # a program of each kind
 
 
 def start(*options: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
