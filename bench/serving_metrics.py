@@ -80,11 +80,7 @@ def summarise(
     ended = [r for r in good if r.times and inside(r.ended)]
     tpots = [r.tpot for r in ended if r.tpot is not None]
     gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:], strict=False) if inside(b)]
-    middle = (begin + end) / 2
-    halves = [0, 0]
-    for time, count in ((t, n) for r in good for t, n in zip(r.times, r.counts, strict=True)):
-        if inside(time):
-            halves[time > middle] += count
+    tokens = sum(n for r in good for t, n in zip(r.times, r.counts, strict=True) if inside(t))
     kept = [r for r in ended if r.ttft <= limits.ttft and (r.tpot or 0) <= limits.tpot]
     steady = steady_rate(good, begin, end)
     answered = [r.correct for r in ended if r.correct is not None]
@@ -98,8 +94,7 @@ def summarise(
         "itl_ms": _spread(gaps),
         "e2e_ms": _spread([r.ended - r.arrived for r in ended if r.ended is not None]),
         "requests_per_second": len(ended) / seconds,
-        "output_tokens_per_second": sum(halves) / seconds,
-        "output_tokens_per_second_in_halves": [2 * tokens / seconds for tokens in halves],
+        "output_tokens_per_second": tokens / seconds,
         "prompt_tokens_per_second": sum(r.prompt_tokens for r in first) / seconds,
         "steady_requests_per_second": steady and steady[0],
         "steady_seconds": steady and steady[1],

@@ -1,4 +1,4 @@
-"""Attention over the pool: pick an implementation and run it.
+"""Attention over the pool, and writes to it: pick an implementation and run it.
 
 An implementation raises ``NotImplementedError`` with the reason for inputs it cannot take.
 ``"auto"`` then tries the next one; a named implementation never falls back.
@@ -11,16 +11,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from lazyattn_jax.kernels import reference, xla
 from lazyattn_jax.kernels.copies import xla_copy_pages
 from lazyattn_jax.kernels.mosaic_gpu import attention as mosaic_gpu
 from lazyattn_jax.kernels.mosaic_gpu import copies as gpu_copies
 from lazyattn_jax.kernels.mosaic_gpu import support as gpu
+from lazyattn_jax.kernels.mosaic_gpu import writes as gpu_writes
 from lazyattn_jax.kernels.mosaic_tpu import attention as mosaic_tpu
 from lazyattn_jax.kernels.mosaic_tpu import support as tpu
 from lazyattn_jax.kernels.work import Moves, Turns, Works
+from lazyattn_jax.kernels.writes import xla_write_tokens
 
 Implementation = Literal["auto", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
 
@@ -173,6 +175,34 @@ def lazy_decode(
         implementation,
         lambda f: f(q, k_pages, v_pages, turns, works, block_rows=1, scale=scale),
     )
+
+
+def write_tokens(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"] | None,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    *,
+    implementation: str,
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"] | None]:
+    """Stores ``k[t]`` and ``v[t]`` in slot ``offset[t]`` of page ``page[t]``.
+
+    In place when the pool is donated.
+
+    Args:
+      k_pages: as ``lazy_prefill``.
+      v_pages: as ``lazy_prefill``.
+      k: new keys, rotated where they stand.
+      v: new values.
+      page: pages; one past the pool is nowhere (padding). No slot may be named twice.
+      offset: slots of the pages.
+      implementation: of the attention, as ``choose`` returns it; all but ``mosaic_gpu`` write
+        through XLA.
+    """
+    write = gpu_writes.write_tokens if implementation == "mosaic_gpu" else xla_write_tokens
+    return write(k_pages, v_pages, k, v, page, offset)
 
 
 def copy_pages(

@@ -109,7 +109,8 @@ def text_prompt(
 ) -> Prompt:
     """A plain prompt with documents before its text.
 
-    The begin-of-text token, for models that want one, comes before the documents.
+    The begin-of-text token, for models that want one, comes before the documents; once, also if
+    the text begins with it, as a chat template that the client has rendered does.
     """
     tokens = tokenizer.encode(text) if isinstance(text, str) else list(text)
     begin = (
@@ -117,6 +118,8 @@ def text_prompt(
         if tokenizer.add_bos and isinstance(text, str) and tokenizer.bos_token_id is not None
         else []
     )
+    if begin and tokens[:1] == begin:
+        tokens = tokens[1:]
     return [begin, *(_piece(tokenizer, d, d.content) for d in documents), tokens]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from lazyattn_jax.models.checkpoint import Tensor
 from lazyattn_jax.models.config import LlamaConfig
 from lazyattn_jax.models.rope import RopeConfig
+from lazyattn_jax.models.sentencepiece import sentencepiece_bpe
 from lazyattn_jax.models.tokenizer import Tokenizer, byte_level_bpe
 
 
@@ -156,16 +157,17 @@ def _read_rope(source: GGUFSource) -> RopeConfig:
 
 
 def read_tokenizer(source: GGUFSource) -> Tokenizer:
-    """Tokenizer from the vocabulary, merges and chat template of the file.
+    """Tokenizer from the vocabulary, merges or scores, and chat template of the file.
 
     Raises:
       ValueError: a kind of tokenizer that cannot be rebuilt from GGUF metadata.
     """
     kind = source.need("tokenizer.ggml.model")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ValueError(
             f"{source.description}: tokenizer model {kind!r} cannot be rebuilt from GGUF metadata "
-            "(byte-level BPE, 'gpt2', can); load the model's Hugging Face folder instead"
+            "(byte-level BPE, 'gpt2', and SentencePiece's BPE, 'llama', can); load the model's "
+            "Hugging Face folder instead"
         )
     tokens = source.need("tokenizer.ggml.tokens")
     types = source.need("tokenizer.ggml.token_type")
@@ -178,17 +180,29 @@ def read_tokenizer(source: GGUFSource) -> Tokenizer:
         i = source.get(f"tokenizer.ggml.{name}_token_id")
         return None if i is None else tokens[i]
 
-    return Tokenizer(
-        byte_level_bpe(
+    special = of_type(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN)
+    whole = of_type(gguf.TokenType.USER_DEFINED)
+    if kind == "llama":
+        backend = sentencepiece_bpe(
             tokens,
-            source.need("tokenizer.ggml.merges"),
-            of_type(gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN),
-            pre,
-            whole=of_type(gguf.TokenType.USER_DEFINED),
-        ),
+            source.need("tokenizer.ggml.scores"),
+            ordinary=[t == gguf.TokenType.NORMAL for t in types],
+            special=special,
+            unknown=next(iter(of_type(gguf.TokenType.UNKNOWN)), None),
+            whole=whole,
+            prefix=bool(source.get("tokenizer.ggml.add_space_prefix", True)),
+        )
+    else:
+        merges = source.need("tokenizer.ggml.merges")
+        backend = byte_level_bpe(tokens, merges, special, pre, whole=whole)
+    return Tokenizer(
+        backend,
         bos_token=token("bos"),
         eos_token=token("eos"),
-        # Llama 3 files mostly lack the flag: llama.cpp then goes by the name of the cutter.
-        add_bos=bool(source.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        # Llama 2's and 3's files mostly lack the flag: llama.cpp then goes by the kind of
+        # vocabulary and the name of the cutter.
+        add_bos=bool(
+            source.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")
+        ),
         chat_template=source.get("tokenizer.chat_template"),
     )

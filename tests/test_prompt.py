@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from lazyattn_jax.engine.request import DocumentPiece, RequestError
 from lazyattn_jax.models.tokenizer import Tokenizer, dummy_tokenizer
@@ -471,3 +472,34 @@ def test_text_prompt(add_bos, begin):
 def test_prompt_of_token_ids_is_taken_as_it_is():
     prompt = text_prompt(tokenizer(add_bos=True), [5, 0, 7])
     assert list(itertools.chain(*prompt)) == [5, 0, 7]
+
+
+# The begin token: never twice.
+
+
+@pytest.mark.parametrize("documents", [[], [CATS]])
+def test_a_template_that_writes_the_begin_token_is_enough(documents):
+    """Whatever the vocabulary's own rule for plain prompts is."""
+    backend = dummy_tokenizer(300).backend
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 1)]
+    )
+    template = "{{ bos_token }}" + CHATML
+    for add_bos in (None, True):
+        adds = Tokenizer(backend, bos_token="<|begin|>", add_bos=add_bos, chat_template=template)
+        assert adds.add_bos
+        text = joined(chat_prompt(adds, [QUESTION], documents))
+        assert text.startswith("<|begin|><|user|>")
+        assert text.count("<|begin|>") == 1
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("documents", [[], [CATS]])
+def test_a_text_that_begins_with_the_begin_token(add_bos, documents):
+    """As a client sends it that has rendered the chat template itself."""
+    own = tokenizer(add_bos=add_bos)
+    want = text_prompt(own, "Who?", documents)
+    if not add_bos:  # it stands where it was written
+        want = [*want[:-1], [1, *want[-1]]]
+    assert text_prompt(own, "<|begin|>Who?", documents) == want
+    assert joined(text_prompt(own, "<|begin|>" * 3)) == "<|begin|>" * 3

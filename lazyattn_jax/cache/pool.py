@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
+from lazyattn_jax.kernels.api import write_tokens
 from lazyattn_jax.models.config import LlamaConfig
 
 
@@ -65,15 +65,7 @@ def write(
       k: new keys.
       v: new values.
       slots: where they are stored.
-      implementation: of the attention, as ``kernels.api.choose`` returns it; all but
-        ``mosaic_gpu`` write through XLA.
+      implementation: see ``kernels.api.write_tokens``.
     """
-    if implementation == "mosaic_gpu":
-        return LayerKV(*write_tokens(kv.k, kv.v, k, v, slots.page, slots.offset))
-
-    def stored(pages: Array, new: Array) -> Array:
-        return pages.at[slots.page, :, slots.offset].set(new, mode="drop")
-
-    if kv.v is None:
-        return LayerKV(stored(kv.k, jnp.concatenate([k, v], axis=-1)), None)
-    return LayerKV(stored(kv.k, k), stored(kv.v, v))
+    pages = write_tokens(*kv, k, v, slots.page, slots.offset, implementation=implementation)
+    return LayerKV(*pages)

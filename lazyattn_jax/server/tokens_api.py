@@ -121,10 +121,10 @@ def prompt_tokens(
         what = "are both given, must be one of them" if request.prompt is not None else "is missing"
         raise RequestError("prompt", f"prompt or messages {what}")
     if request.prompt is not None:
-        pieces = text_prompt(tokenizer, request.prompt, documents)
-        if request.add_special_tokens is False:
-            pieces = pieces[1:]  # the first one is the begin-of-text token, if there is one
-        return _joined(pieces)
+        # Nothing is put before token ids.
+        add = request.add_special_tokens is not False
+        prompt = request.prompt if add else tokenizer.encode(request.prompt)
+        return _joined(text_prompt(tokenizer, prompt, documents))
     tokens = _joined(chat_prompt(tokenizer, request.messages, documents))
     begin = tokenizer.bos_token_id if request.add_special_tokens and tokenizer.add_bos else None
     # Most templates write it, and twice would be wrong.

@@ -19,6 +19,7 @@ from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.kernels.mosaic_tpu.ahead import HBM, is_installed, kernels_of
 from lazyattn_jax.models.config import NAMED_SHAPES
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 needs_libtpu = pytest.mark.skipif(
     not is_installed(), reason="needs libtpu: pip install 'lazyattn-jax[ahead]'"
 )

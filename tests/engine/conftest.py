@@ -9,12 +9,23 @@ from engine_helpers import EngineUnderTest
 from small_models import small_model
 
 from lazyattn_jax.engine.config import EngineConfig
+from lazyattn_jax.engine.runner import Programs
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
 @pytest.fixture(scope="session")
 def loaded() -> LoadedModel:
     return small_model()
+
+
+# Options that say what is computed, not how.
+SAME_PROGRAMS = ("document_context", "document_gap", "eviction", "reuse", "share_reads")
+
+
+@functools.cache
+def programs_of(**options: object) -> Programs:
+    """Where engines that differ only in those options keep what they compile."""
+    return {}
 
 
 @functools.cache
@@ -28,15 +39,7 @@ def engine_of(**options: object) -> EngineUnderTest:
         "max_documents": 8,
         "check_invariants": True,
     }
-    # Ways of reusing KV differ in what is computed, not in how: one engine compiles for all.
-    programs = None
-    if "reuse" in options or options.get("document_context") == "full":
-        same = {
-            k: v
-            for k, v in options.items()
-            if k not in ("reuse", "document_context", "share_reads")
-        }
-        programs = engine_of(**same).programs
+    programs = programs_of(**{k: v for k, v in options.items() if k not in SAME_PROGRAMS})
     return EngineUnderTest(small_model(), EngineConfig(**(defaults | options)), programs=programs)
 
 

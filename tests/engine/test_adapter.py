@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, EngineUnderTest, document, oracle_logits, text
+from engine_helpers import GREEDY, ONE_SHAPE, EngineUnderTest, document, oracle_logits, text
 from flax import nnx
 from small_models import small_model
 
@@ -32,6 +32,7 @@ OPTIONS = {
     "max_model_len": 512,
     "max_documents": 8,
     "check_invariants": True,
+    **ONE_SHAPE,
 }
 
 

@@ -8,7 +8,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, assert_matches_oracle, document, oracle_logits, text
+from engine_helpers import GREEDY, ONE_SHAPE, assert_matches_oracle, document, oracle_logits, text
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
@@ -257,7 +257,7 @@ def test_preemption_changes_nothing(make_engine):
     prompts = [[SYSTEM, document(50 + i, 40), text(60 + i, 20)] for i in range(3)]
     roomy = make_engine()
     alone = [roomy.ask(prompt, params=params) for prompt in prompts]
-    engine = make_engine(kv_pool_bytes=36 * 8 * 512, max_model_len=160)
+    engine = make_engine(kv_pool_bytes=36 * 8 * 512, max_model_len=160, **ONE_SHAPE)
     requests = engine.run(*prompts, params=params)
     assert engine.scheduler.num_preemptions > 0
     assert any(request.num_preemptions for request in requests)
@@ -366,13 +366,15 @@ def test_an_end_token_ends_the_output(make_engine, loaded):
 @pytest.mark.parametrize(("listed", "expected"), [((7, 9), {7, 9}), ((), {0})])
 def test_end_tokens_are_the_models_or_else_the_tokenizers(loaded, listed, expected):
     config = dataclasses.replace(loaded.config, eos_token_ids=listed)
-    options = EngineConfig(kv_pool_bytes=1 << 16, max_num_seqs=1, max_num_batched_tokens=64)
+    options = EngineConfig(
+        kv_pool_bytes=1 << 16, max_num_seqs=4, max_num_batched_tokens=64, **ONE_SHAPE
+    )
     engine = Engine(dataclasses.replace(loaded, config=config), options)
     assert engine._end_tokens == expected
 
 
 def test_max_tokens_defaults_to_what_fits(make_engine):
-    engine = make_engine(kv_pool_bytes=12 * 8 * 512, max_model_len=80)
+    engine = make_engine(kv_pool_bytes=12 * 8 * 512, max_model_len=80, **ONE_SHAPE)
     request = engine.add([A, text(2, 10)], SamplingParams(temperature=0, ignore_eos=True))
     engine.drain()
     assert request.num_generated == 80 - 17 - 10  # the context, 3 + 9 pages, is the tighter limit
@@ -414,7 +416,7 @@ def test_bad_prompts_are_refused_with_value_and_limit(make_engine, prompt, param
 
 
 def test_a_prompt_larger_than_the_pool_is_refused(make_engine):
-    engine = make_engine(kv_pool_bytes=12 * 8 * 512, max_model_len=96)
+    engine = make_engine(kv_pool_bytes=12 * 8 * 512, max_model_len=96, **ONE_SHAPE)
     prompt = [*(DocumentPiece(text(i, 9)) for i in range(6)), QUESTION]  # 2 pages each
     with pytest.raises(RequestError, match=r"takes 15 pages, the whole pool has 12.*kv_pool_bytes"):
         engine.add(prompt, GREEDY)

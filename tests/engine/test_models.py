@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from engine_helpers import EngineUnderTest, assert_matches_oracle, document, text
+from engine_helpers import ONE_SHAPE, EngineUnderTest, assert_matches_oracle, document, text
 from flax import nnx
 from small_models import loaded_as, sharpen
 
@@ -39,8 +39,8 @@ def model_of(**changes: object) -> LoadedModel:
 def test_documents_in_any_order(changes):
     """Computed, then found in the other order: both times what the oracle computes."""
     config = EngineConfig(
-        page_size=8, kv_pool_bytes=1 << 19, max_num_seqs=1, max_num_batched_tokens=64,
-        max_model_len=512, max_documents=8, check_invariants=True,
+        page_size=8, kv_pool_bytes=1 << 19, max_num_seqs=4, max_num_batched_tokens=64,
+        max_model_len=512, max_documents=8, check_invariants=True, **ONE_SHAPE,
     )  # fmt: skip
     engine = EngineUnderTest(model_of(**changes), config)
     first, second = document(2, 40), document(3, 23)

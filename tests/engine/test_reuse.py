@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, assert_matches_oracle, document, text
+from engine_helpers import GREEDY, ONE_SHAPE, assert_matches_oracle, document, text
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.limits import Limits
@@ -16,7 +16,7 @@ from lazyattn_jax.engine.request import DocumentContext, RequestError, as_text
 SYSTEM, QUESTION = text(1, 13), text(2, 9)
 A, B, C = document(10, 17), document(11, 30), document(12, 8)
 PROMPT = [SYSTEM, A, B, C, QUESTION]
-SMALL = {"kv_pool_bytes": 33 * 8 * 512, "max_model_len": 200}
+SMALL = {"kv_pool_bytes": 33 * 8 * 512, "max_model_len": 200, **ONE_SHAPE}
 REORDERED = [SYSTEM, C, B, A, QUESTION]
 
 

@@ -24,6 +24,7 @@ def memory(loaded, num_pages: int, prefill: bool):
     return compiled.memory_analysis(), pool_bytes
 
 
+@pytest.mark.usefixtures("compiled_afresh")
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 def test_the_pool_is_donated_and_scratch_does_not_depend_on_its_size(loaded, prefill):
     small, _ = memory(loaded, 256, prefill)
@@ -37,14 +38,16 @@ def test_the_pool_is_donated_and_scratch_does_not_depend_on_its_size(loaded, pre
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_models_run(dtype):
     """Weights, KV and attention in one dtype under strict promotion; greedy output on a hit too."""
-    from engine_helpers import GREEDY, document, text
+    from engine_helpers import GREEDY, ONE_SHAPE, document, text
 
     from lazyattn_jax.engine.config import EngineConfig
     from lazyattn_jax.engine.engine import Engine
     from lazyattn_jax.models.load import load_model
 
     loaded = load_model("dummy:tiny", dtype=jnp.dtype(dtype))
-    config = EngineConfig(kv_pool_bytes=1 << 19, max_num_seqs=1, max_num_batched_tokens=64)
+    config = EngineConfig(
+        kv_pool_bytes=1 << 19, max_num_seqs=4, max_num_batched_tokens=64, **ONE_SHAPE
+    )
     engine = Engine(loaded, config)
     assert all(x.dtype == dtype for kv in engine._runner._pool for x in kv)
     answers = []

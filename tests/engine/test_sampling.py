@@ -18,7 +18,6 @@ from engine_helpers import (
 )
 from flax import nnx
 
-from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece, RequestError
 
@@ -211,21 +210,16 @@ def test_prompt_logprobs_match_the_oracle(make_engine, loaded, prompt):
         assert_matches_oracle(engine, request, prompt)
 
 
-def test_logits_that_are_not_finite_fail_their_request_only(loaded):
+def test_logits_that_are_not_finite_fail_their_request_only(make_engine, loaded):
     """A prompt with a token whose embedding is not finite, among others that have none."""
     model = nnx.clone(loaded.model)
     bad_tokens = {500: jnp.nan, 501: jnp.inf}
     for token, value in bad_tokens.items():
         model.embed.embedding[...] = model.embed.embedding[...].at[token].set(value)
-    config = EngineConfig(
-        page_size=8,
-        kv_pool_bytes=40 * 8 * 512,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=160,
-        check_invariants=True,
+    stock = make_engine(kv_pool_bytes=40 * 8 * 512, max_model_len=320)
+    engine = EngineUnderTest(
+        dataclasses.replace(loaded, model=model), stock.config, programs=stock.programs
     )
-    engine = EngineUnderTest(dataclasses.replace(loaded, model=model), config)
     first, second = [SYSTEM, A, text(70, 9)], [SYSTEM, A, text(71, 9)]
     poisoned = DocumentPiece((5, 6, 500, 7, 8, 9, 10, 11, 12))
     bad_prompts = [

@@ -99,8 +99,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
 
 
-def chunk_request(limits: Limits, *prompt) -> tuple[Scheduler, Request]:
-    scheduler = Scheduler(limits)
+def request_of(limits: Limits, *prompt) -> Request:
     layout = lay_out(
         prompt,
         page_size=limits.page_size,
@@ -108,7 +107,11 @@ def chunk_request(limits: Limits, *prompt) -> tuple[Scheduler, Request]:
         salt="",
         context=DocumentContext(False, 0),
     )
-    request = Request("r", layout, PARAMS, max_tokens=4, seed=0)
+    return Request("r", layout, PARAMS, max_tokens=4, seed=0)
+
+
+def chunk_request(limits: Limits, *prompt) -> tuple[Scheduler, Request]:
+    scheduler, request = Scheduler(limits), request_of(limits, *prompt)
     scheduler.add(request)
     return scheduler, request
 
@@ -137,19 +140,27 @@ def test_states_and_chunks_of_one_request():
     assert request.state is State.DECODE
 
 
+def test_a_large_request_is_not_overtaken():
+    """What does not fit yet keeps its place in line, also against small ones that would fit."""
+    scheduler, first = chunk_request(LIMITS, range(500))  # 32 of 64 pages
+    scheduler.admit()
+    large, small = (request_of(LIMITS, prompt) for prompt in (range(590), range(5)))
+    for request in (large, small):
+        scheduler.add(request)
+    scheduler.admit()
+    assert scheduler.active == [first]
+    assert list(scheduler.waiting) == [large, small]
+    scheduler.finish(first)
+    scheduler.admit()
+    assert scheduler.active == [large, small]
+
+
 def test_decode_shares_a_document_between_requests():
     """Two rows with different deltas in one item; each stream has items of its own."""
     scheduler = Scheduler(LIMITS)
     document, other = DocumentPiece(tuple(range(150))), DocumentPiece((9, 9))
-    for i, prompt in enumerate([(document, (1, 2)), (other, document, (1, 2, 3))]):
-        layout = lay_out(
-            prompt,
-            page_size=16,
-            fingerprint=b"",
-            salt="",
-            context=DocumentContext(False, 0),
-        )
-        scheduler.add(Request(str(i), layout, PARAMS, max_tokens=4, seed=0))
+    for prompt in [(document, (1, 2)), (other, document, (1, 2, 3))]:
+        scheduler.add(request_of(LIMITS, *prompt))
     scheduler.admit()
     while chunks := scheduler.schedule_prefill():
         scheduler.finish_prefill(chunks)

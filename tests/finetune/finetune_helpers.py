@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from lazyattn_jax.finetune.__main__ import main
 from lazyattn_jax.finetune.batches import BatchShape
 from lazyattn_jax.finetune.data import Recipe
+from lazyattn_jax.finetune.forward import Forward, Weights
 
 END = 0
 RECIPE = Recipe((2, 3), untitled=0.2, joined=0.0, system="Be short.", ask="{question}")
@@ -60,6 +63,12 @@ def finetune(data: Path, output: Path, *more: str, **options: Any) -> int:
 def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = (folder / "log.jsonl").read_text("utf-8").splitlines()
     return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(forward: Forward, weights: Weights, tokens, positions, sees) -> jax.Array:
+    """Logits [R T V] of every token of rows, with what each of them sees [R T T]."""
+    return forward.logits(weights, forward.hidden(weights, tokens, positions, sees))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetune_helpers import END, RECIPE, SHAPE, log_softmax, write_questions
+from finetune_helpers import END, RECIPE, SHAPE, log_softmax, logits_of, write_questions
 from small_models import small_model
 
 from lazyattn_jax.engine.config import EngineConfig
@@ -28,6 +28,8 @@ def engine() -> Engine:
         kv_pool_bytes=200 * 8 * 512,
         max_num_seqs=2,
         max_num_batched_tokens=64,
+        prefill_buckets=(64,),
+        decode_buckets=(2,),
         max_model_len=512,
         max_documents=8,
         document_context="none",
@@ -78,8 +80,8 @@ def test_training_logits_are_serving_logits(engine, questions, mask):
     forward = Forward(loaded.config, jnp.dtype("float32"), SHAPE.length)
     weights = stack(loaded.model)
     sees = visible(batch.sample, batch.document)[:, ["full", "block"].index(mask)]
-    hidden = forward.hidden(weights, batch.tokens, batch.positions, sees)
-    trained = log_softmax(np.asarray(forward.logits(weights, hidden[0])))
+    logits = logits_of(forward, weights, batch.tokens, batch.positions, sees)
+    trained = log_softmax(np.asarray(logits[0]))
     for i, best in enumerate(served):
         assert generated[i] == trained[first + i].argmax()
         ids = list(best)
@@ -142,10 +144,10 @@ def test_losses_are_those_of_every_answer_token(questions):
             visible(np.zeros((1, len(sample.tokens))), sample.document[None]),
         )
         both = [
-            forward.hidden(weights, sample.tokens[None], np.arange(n)[None], mask[:, i])[0]
+            logits_of(forward, weights, sample.tokens[None], np.arange(n)[None], mask[:, i])[0]
             for i in range(2)
         ]
-        logp.append(log_softmax(np.asarray(forward.logits(weights, jnp.stack(both)))))
+        logp.append(log_softmax(np.stack(both)))
     targets = [s.tokens[-s.num_answer :] for s in samples]
     rows_of = [p[:, -len(t) - 1 : -1] for p, t in zip(logp, targets, strict=True)]
     total = sum(map(len, targets))

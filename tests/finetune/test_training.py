@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetune_helpers import END, RECIPE, SHAPE, finetune, flags, log_of, write_questions
+from finetune_helpers import (
+    END,
+    RECIPE,
+    SHAPE,
+    finetune,
+    flags,
+    log_of,
+    logits_of,
+    write_questions,
+)
 
 from lazyattn_jax.finetune.batches import Source
 from lazyattn_jax.finetune.checkpoints import Checkpoints, State
@@ -109,8 +118,7 @@ def test_an_adapter_is_exported_as_it_was_trained(run, data, tmp_path):
     mask = np.tril(np.ones((1, 64, 64), bool))
 
     def logits(model):
-        weights = stack(model)
-        return np.asarray(forward.logits(weights, forward.hidden(weights, tokens, positions, mask)))
+        return np.asarray(logits_of(forward, stack(model), tokens, positions, mask))
 
     stock, ours, theirs = (logits(x.model) for x in (base, beside, merged))
     moved = np.abs(theirs - stock).max()

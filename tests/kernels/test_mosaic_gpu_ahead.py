@@ -25,7 +25,10 @@ from lazyattn_jax.kernels.mosaic_gpu.model_shapes import (
 from lazyattn_jax.kernels.mosaic_gpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_gpu.writes import write_tokens
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux only"),
+    pytest.mark.usefixtures("compiled_afresh"),
+]
 
 EVERY_SHAPE = [(shape, page_size) for shape in MODEL_SHAPES for page_size in (16, 64)]
 EVERY_PAGE_SIZE = [(LLAMA_3_1_8B, page_size) for page_size in (32, 128)]

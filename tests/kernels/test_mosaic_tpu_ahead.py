@@ -27,9 +27,12 @@ from lazyattn_jax.kernels.mosaic_tpu.plan import plan_decode, plan_prefill
 from lazyattn_jax.kernels.mosaic_tpu.prefill import lazy_prefill
 from lazyattn_jax.kernels.mosaic_tpu.support import is_fused
 
-pytestmark = pytest.mark.skipif(
-    not is_installed(), reason="needs libtpu: pip install 'lazyattn-jax[ahead]'"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not is_installed(), reason="needs libtpu: pip install 'lazyattn-jax[ahead]'"
+    ),
+    pytest.mark.usefixtures("compiled_afresh"),
+]
 
 ROWS = {"decode": 64, "prefill": 4 * 128}
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,15 @@ def logits_of(model: Llama, config: LlamaConfig, tokens: list[int]) -> np.ndarra
         np.arange(len(tokens)),
         factor=config.rope.attention_factor,
     )
-    caches = [None] * config.num_layers
-    hidden, _ = model(jnp.array(tokens), jnp.array(cos), jnp.array(sin), caches, causal_attention)
-    return np.asarray(model.logits(hidden))
+    graph, weights = nnx.split(model)
+    return np.asarray(_logits(graph, config.num_layers, weights, np.array(tokens), cos, sin))
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # a program, where there would be one for every operation
+def _logits(graph, num_layers, weights, tokens, cos, sin) -> jax.Array:
+    model = nnx.merge(graph, weights)
+    hidden, _ = model(tokens, cos, sin, [None] * num_layers, causal_attention)
+    return model.logits(hidden)
 
 
 def params_of(model: Llama) -> dict[str, np.ndarray]:

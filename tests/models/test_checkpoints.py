@@ -211,9 +211,14 @@ def test_everything_between_layers_has_the_models_dtype(dtype):
         return q, cache
 
     angles = jnp.ones((3, 8))
-    hidden, _ = model(jnp.arange(3), angles, angles, [None, None], attend)
+
+    def run() -> tuple[jax.Array, jax.Array]:
+        hidden, _ = model(jnp.arange(3), angles, angles, [None, None], attend)
+        return hidden, model.logits(hidden)
+
+    hidden, logits = jax.eval_shape(run)
     assert {*seen, hidden.dtype} == {jnp.dtype(dtype)}
-    assert model.logits(hidden).dtype == jnp.float32
+    assert logits.dtype == jnp.float32
 
 
 # Names.

@@ -155,7 +155,8 @@ def test_bfloat16(write):
         ("llama.attention.head_count", 0, "num_heads is 0, must be at least 1"),
         ("tokenizer.ggml.tokens", None, r"has no metadata 'tokenizer\.ggml\.tokens'"),
         ("tokenizer.ggml.merges", None, r"has no metadata 'tokenizer\.ggml\.merges'"),
-        ("tokenizer.ggml.model", "llama", "tokenizer model 'llama' cannot be rebuilt"),
+        ("tokenizer.ggml.model", "t5", "tokenizer model 't5' cannot be rebuilt"),
+        ("tokenizer.ggml.model", "llama", r"has no metadata 'tokenizer\.ggml\.scores'"),
         ("tokenizer.ggml.pre", "jais", "pre-tokenizer 'jais' is not one of gpt-2"),
     ],
 )

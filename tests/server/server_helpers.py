@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import socket
 import subprocess
@@ -110,14 +111,21 @@ def running(load: Callable[[], Engine], *keys: str, **options: Any) -> Iterator[
         server.stop()
 
 
-SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=1", "--max-num-batched-tokens=64")
+SMALL = ("--kv-pool-bytes=1MiB", "--max-num-seqs=4", "--max-num-batched-tokens=64")
+SMALL += ("--prefill-buckets=64", "--decode-buckets=4")  # a program of each kind
 
 
 def start(*options: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
     """The command, with a tiny model; options that come later win.
 
-    ``through`` is a command that runs the one that follows it.
+    ``through`` is a command that runs the one that follows it. Without ``--compilation-cache`` the
+    server uses the one of the tests.
     """
+    environment = dict(os.environ)
+    if any(option.startswith("--compilation-cache") for option in options):
+        for name in os.environ:
+            if "_CACHE_" in name and name.startswith("JAX_"):
+                del environment[name]
     return subprocess.Popen(
         [
             *through,
@@ -130,6 +138,7 @@ def start(*options: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
         text=True,
     )
 

@@ -23,7 +23,7 @@ def server(
     port: int, *options: str, through: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     url = f"http://127.0.0.1:{port}"
-    process = start(f"--port={port}", "--max-num-seqs=4", *options, through=through)
+    process = start(f"--port={port}", *options, through=through)
 
     def ready() -> bool:
         assert process.poll() is None, process.communicate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -198,12 +197,12 @@ def test_a_probability_of_0_is_a_number_in_json() -> None:
         assert json.dumps(each, allow_nan=False).count("-9999.0") == 2
 
 
-def test_logits_that_are_not_finite_are_an_error_of_one_request() -> None:
+def test_logits_that_are_not_finite_are_an_error_of_one_request(engine: Engine) -> None:
     loaded = load_model("dummy:tiny", dtype=jnp.float32)
     embedding = loaded.model.embed.embedding
     embedding[...] = embedding[...].at[500].set(jnp.nan)
-    engine = Engine(loaded, dataclasses.replace(CONFIG, max_num_seqs=2, max_num_batched_tokens=64))
-    with running(lambda: engine) as server, ThreadPoolExecutor(2) as pool:
+    broken = Engine(loaded, CONFIG, programs=engine.programs)
+    with running(lambda: broken) as server, ThreadPoolExecutor(2) as pool:
         wait_until(lambda: server.engine.unavailable is None)
         good = pool.submit(answer, server, logit_bias={"500": -100}, **LONG)
         bad = server.post("completions", prompt=[5, 500, 7], n=2, max_tokens=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import socket
 
@@ -47,6 +48,9 @@ def test_start_serve_and_stop() -> None:
     assert "Traceback" not in errors
     for part in ("it", "139.6 K", "float32", "1.0 MiB, 128 pages of 16, 2048 tokens", url):
         assert part in out
+    bar = re.search(r"Compiling batch shapes .* (\d+)/(\d+) \d+:\d\d:\d\d", out)
+    assert bar
+    assert int(bar[1]) == int(bar[2]) > 1
 
 
 def test_stop_while_loading() -> None:

@@ -102,6 +102,7 @@ def test_refused(
         ({"prompt": "ab"}, "", 1),
         ({"prompt": "ab", "add_special_tokens": True}, "", 1),
         ({"prompt": "ab", "add_special_tokens": False}, "", 0),
+        ({"prompt": "<|begin|>ab"}, "", 1),
         ({"messages": []}, "ab", 0),
         ({"messages": []}, "{{ bos_token }}ab", 1),
         ({"messages": [], "add_special_tokens": True}, "ab", 1),
