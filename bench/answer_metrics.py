@@ -75,13 +75,13 @@ class Mark:
     f1: float
 
 
-def summarise(marks: Sequence[Mark], *, against: str) -> list[dict[str, Any]]:
+def summarise(marks: Sequence[Mark], *, against: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each mode, in the order they come in.
 
     Shares and F1 are means over questions and orders, 0 to 1. Their intervals, and those of the
-    differences to the mode ``against`` on the same questions, are over questions: with several
-    orders Wilson's is then on the safe side. ``order_deviation`` is the sample standard deviation
-    of the share of matches over orders.
+    ``differences`` to each mode of ``against`` on the same questions, are over questions: with
+    several orders Wilson's is then on the safe side. ``order_deviation`` is the sample standard
+    deviation of the share of matches over orders.
     """
     marks_of: dict[str, list[Mark]] = {}
     for mark in marks:
@@ -94,10 +94,14 @@ def summarise(marks: Sequence[Mark], *, against: str) -> list[dict[str, Any]]:
         row["f1"] = bootstrap(f1.mean(1))
         if match.shape[1] > 1:
             row["order_deviation"] = float(match.mean(0).std(ddof=1))
-        if against in tables and name != against:
-            other = tables[against]
-            row["match_difference"] = bootstrap((match - other[0]).mean(1))
-            row["f1_difference"] = bootstrap((f1 - other[1]).mean(1))
+        row["differences"] = {
+            other: {
+                "match": bootstrap((match - tables[other][0]).mean(1)),
+                "f1": bootstrap((f1 - tables[other][1]).mean(1)),
+            }
+            for other in against
+            if other in tables and other != name
+        }
         rows.append(row)
     return rows
 

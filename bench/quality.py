@@ -27,15 +27,22 @@ from lazyattn_jax.bench.answer_metrics import (
     summarise,
     token_f1,
 )
-from lazyattn_jax.bench.quality_runs import FULL, Mode, answer, asks, cost, token_losses
+from lazyattn_jax.bench.quality_runs import (
+    FULL,
+    FULL_ADAPTER,
+    Mode,
+    answer,
+    asks,
+    cost,
+    token_losses,
+)
 from lazyattn_jax.bench.question_sets import QuestionSet, question_sets, reordered
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.request import RequestError
-from lazyattn_jax.llm import LLM, keep_compiled
+from lazyattn_jax.llm import keep_compiled, load_for, start_engine
 from lazyattn_jax.models.load import EMBEDDED
+from lazyattn_jax.options import MODEL_HELP, add_engine_options, engine_config
 from lazyattn_jax.questions import read_json_lines
-
-_ENGINE_NUMBERS = ("max-num-seqs", "max-num-batched-tokens", "max-model-len", "kv-pool-bytes")
 
 
 def add_command(commands: Any) -> None:
@@ -63,7 +70,8 @@ def add_command(commands: Any) -> None:
         type=parse_modes,
         default="full,prefix,none",
         help="full (full attention), prefix and none (what documents are encoded after), with "
-        "options after colons, such as prefix:gap=600 (default: %(default)s)",
+        "options after colons, such as prefix:gap=600; an adapter is for none, but not for "
+        "none:stock, and for full:adapter (default: %(default)s)",
     )
     add("--limit", type=int, metavar="M", help="questions of each file (default: all)")
     add(
@@ -88,14 +96,11 @@ def add_command(commands: Any) -> None:
     )
     add("--max-tokens", type=int, default=32, help="of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of documents and orders (default: %(default)s)")
-    add("--model", default=EMBEDDED, help="default: %(default)s")
-    for name in _ENGINE_NUMBERS:
-        add(f"--{name}", type=int, metavar="N", help="as of the server")
-    for name in ("adapter", "attention", "dtype"):
-        add(f"--{name}", default="auto", help="as of the server (default: %(default)s)")
+    add("--model", default=EMBEDDED, help=MODEL_HELP)
     add("--compilation-cache", metavar="DIR", help="keep compiled programs there")
     add("--answers", type=Path, metavar="FILE", help="also write every answer as JSON lines")
     add("--output", type=Path, metavar="FILE", help="also write the results there as JSON")
+    add_engine_options(parser.add_argument_group("engine"))
     parser.set_defaults(run=run)
 
 
@@ -126,8 +131,8 @@ def run(args: argparse.Namespace) -> None:
             for count in counts
         ]
         texts = [] if args.perplexity is None else _texts(args.perplexity)
-        engine = _engine(args, max(counts))
-        _measure(engine, sets, texts, args)
+        args.max_documents = max(counts)  # no request has more
+        _measure(_engine(args), sets, texts, args)
     except (ValueError, RequestError) as error:
         raise SystemExit(f"error: {error}") from None
 
@@ -175,7 +180,7 @@ def _ask(
         right = questions[ask.question].answers
         scores = substring_match(text, right), token_f1(text, right)
         marks.append(Mark(ask.question, ask.order, ask.mode.name, *scores))
-    rows = summarise(marks, against=FULL)
+    rows = summarise(marks, against=[FULL, FULL_ADAPTER])
     for row, mode in zip(rows, args.modes, strict=True):
         timed = [a.prompt for a in asked if a.mode is mode and a.order == 0][: args.timed]
         row.update(asdict(cost(engine, timed, mode)))
@@ -206,12 +211,16 @@ def _texts(path: Path) -> list[str]:
     return found
 
 
-def _engine(args: argparse.Namespace, documents: int) -> Engine:
+def _engine(args: argparse.Namespace) -> Engine:
     if args.compilation_cache is not None:
         keep_compiled(args.compilation_cache)
-    names = [name.replace("-", "_") for name in _ENGINE_NUMBERS] + ["adapter", "attention", "dtype"]
-    options = {name: getattr(args, name) for name in names}
-    return LLM(args.model, max_documents=documents, **options).engine
+    config = engine_config(args)
+    loaded = load_for(config, args.model, args.adapter)
+    if loaded.adapter_fingerprint is None and any(m.name == FULL_ADAPTER for m in args.modes):
+        raise ValueError(
+            f"mode {FULL_ADAPTER!r} wants an adapter, and there is none: give --adapter"
+        )
+    return start_engine(loaded, config)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,22 +232,23 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     table.box = box.SIMPLE_HEAD
     table.add_column("mode", overflow="fold")
-    names = ["match, %", "to full", "F1, %", "tokens", "first token"]
-    if rows[0]["orders"] > 1:
-        names.insert(2, "orders")
-    for name in names:
+    modes = [row["mode"] for row in rows]
+    others = [name for name in (FULL, FULL_ADAPTER) if name in modes]
+    orders = ["orders"] if rows[0]["orders"] > 1 else []
+    to_others = [f"to {name}" for name in others]
+    for name in ["match, %", *to_others, *orders, "F1, %", "tokens", "first token"]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
+        differences = [row["differences"].get(name, {}).get("match") for name in others]
+        table.add_row(
+            row["mode"],
             _shown(row["match"]),
-            _shown(row.get("match_difference")),
+            *map(_shown, differences),
+            *(f"± {100 * row['order_deviation']:.2f}" for _ in orders),
             _shown(row["f1"]),
             f"{row['computed_tokens']:.0f}\n[dim]of {row['prompt_tokens']:.0f}[/dim]",
             f"{row['first_token_ms']:.0f} ms",
-        ]
-        if "order_deviation" in row:
-            cells.insert(2, f"± {100 * row['order_deviation']:.2f}")
-        table.add_row(row["mode"], *cells)
+        )
     return table
 
 

@@ -14,17 +14,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lazyattn_jax.bench.question_sets import QuestionSet
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, Prompt, RequestError
+from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, as_text
 from lazyattn_jax.engine.runs import Request
 from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import chat_prompt, text_prompt
 
 FULL = "full"
+FULL_ADAPTER = "full:adapter"
 SYSTEM = "You answer questions using the documents. Answer with a short phrase."
 INSTRUCTION = "Answer with a few words from the documents."
 
 _OPTIONS: dict[str, Callable[[str], Any]] = {"gap": int, "repair": int, "temperature": float}
 """Options of a mode, which are fields of ``DocumentContext``, and how they are read."""
+
+# The adapter is for requests with documents. Repaired from beginning to end, these are text like
+# any other: full attention.
+_ALL_REPAIRED = DocumentContext(False, repair=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,26 @@ class Mode:
     def parse(cls, text: str) -> Mode:
         """Reads ``full``, or ``prefix`` or ``none`` with options, such as ``prefix:gap=600``.
 
+        ``full:adapter`` is full attention with the model's adapter, ``none:stock`` without it.
+
         Raises:
           argparse.ArgumentTypeError: something else.
         """
+        if text == FULL_ADAPTER:
+            return cls(text, _ALL_REPAIRED)
         kind, *options = text.split(":")
         if kind not in (FULL, "prefix", "none"):
             raise argparse.ArgumentTypeError(f"mode {text!r} is not full, prefix or none")
         fields: dict[str, Any] = {}
         for option in options:
             name, _, value = option.partition("=")
+            if kind == "none" and option == "stock":
+                fields["adapter"] = False
+                continue
             if kind == FULL or name not in _OPTIONS:
                 raise argparse.ArgumentTypeError(
-                    f"mode {text!r} has the option {name!r}; prefix and none have "
-                    f"{', '.join(_OPTIONS)}, full has none"
+                    f"mode {text!r} has the option {option!r}; prefix and none have "
+                    f"{', '.join(_OPTIONS)}, none has stock, full has adapter"
                 )
             try:
                 fields[name] = _OPTIONS[name](value)
@@ -170,7 +182,7 @@ def token_losses(engine: Engine, texts: Sequence[str]) -> list[list[float]]:
 
 def _add(engine: Engine, prompt: Prompt, mode: Mode, max_tokens: int, salt: str = "") -> Request:
     if mode.context is None:
-        prompt = [p.tokens if isinstance(p, DocumentPiece) else p for p in prompt]
+        prompt = as_text(prompt)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     return engine.add(prompt, params, cache_salt=salt, context=mode.context)
 

@@ -56,6 +56,8 @@ class DocumentContext:
         the request: computed after all that precedes them and not shared as a document (EPIC,
         arXiv 2410.15332). The rest is attended to as it was encoded, and stays one copy for all.
       temperature: scores of text against documents are divided by it (APE, arXiv 2502.05431).
+      adapter: where they are encoded after nothing, and the model has an adapter for that, all of
+        the request is computed with it.
 
     Raises:
       RequestError: a value out of range.
@@ -65,6 +67,7 @@ class DocumentContext:
     gap: int = 200
     repair: int = 0
     temperature: float = 1.0
+    adapter: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap <= MAX_GAP:
@@ -184,7 +187,8 @@ def lay_out(
       salt: separates the segments of users who must not share.
       context: what documents are encoded after, and what of them is repaired.
       adapter: identifies the model with its adapter, if it has one: what has documents that are
-        encoded alone is computed with it, and shares nothing with the rest.
+        encoded alone is computed with it, and shares nothing with the rest, unless ``context`` says
+        no.
       encode_only: the prompt is there to have its documents encoded, and nothing repaired: no text
         need follow them.
 
@@ -192,7 +196,8 @@ def lay_out(
       RequestError: the prompt is empty, ends with a document, or has an empty document.
     """
     first_document = next((i for i, p in enumerate(prompt) if isinstance(p, DocumentPiece)), None)
-    adapted = adapter is not None and first_document is not None and not context.prefix
+    with_adapter = first_document is not None and not context.prefix and context.adapter
+    adapted = adapter is not None and with_adapter
     root = root_key(adapter if adapter is not None and adapted else fingerprint, salt)
     leading = tuple(
         t

@@ -86,18 +86,18 @@ def test_modes_are_compared_question_by_question():
         for question, orders in enumerate(table)
         for order, match in enumerate(orders)
     ]
-    full, none = summarise(marks, against="full")
+    full, none = summarise(marks, against=["full", "absent"])
     assert (full["mode"], none["mode"]) == ("full", "none")
     assert full["questions"] == 4
     assert full["match"].mean == 5 / 8
     assert none["f1"].mean == 3 / 16
     # Shares of 3/4 and 2/4, and of 2/4 and 1/4: 1/4 apart.
     assert full["order_deviation"] == pytest.approx(0.25 / 2**0.5)
-    assert "match_difference" not in full
-    assert none["match_difference"].mean == -0.25
-    assert none["match_difference"].low == -0.75
-    assert none["match_difference"].high == 0
-    assert none["f1_difference"].mean == -0.125
+    assert full["differences"] == {}
+    difference = none["differences"].pop("full")
+    assert none["differences"] == {}
+    assert difference["match"] == (-0.25, -0.75, 0)
+    assert difference["f1"].mean == -0.125
 
 
 def test_perplexity_is_over_tokens():

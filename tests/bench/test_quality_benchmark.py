@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from flax import nnx
+from small_models import sharpen
 
 from lazyattn_jax import llm
 from lazyattn_jax.bench import __main__ as command
@@ -23,11 +23,8 @@ def run(monkeypatch, *arguments) -> None:
 
 
 def load_sharp(name, **options):
-    """Random weights, scaled up so that what a token attends to decides what comes next."""
     loaded = load_model(name, **options)
-    for path, param in nnx.to_flat_state(nnx.state(loaded.model)):
-        if path[-1] == "kernel":
-            param[...] = param[...] * 8
+    sharpen(loaded.model)
     return loaded
 
 
@@ -55,7 +52,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
         full, repaired, prefix, none = rows
         assert {r["mode"]: r["questions"] for r in rows} == dict.fromkeys(modes.split(","), 3)
         assert full["match"] == repaired["match"]
-        assert repaired["match_difference"] == [0, 0, 0]
+        assert repaired["differences"]["full"]["match"] == [0, 0, 0]
         assert all(r["prompt_tokens"] == full["prompt_tokens"] for r in rows)
         assert none["computed_tokens"] == prefix["computed_tokens"] < full["computed_tokens"]
         assert all(r["first_token_ms"] > 0 for r in rows)
@@ -73,6 +70,9 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
 def test_modes():
     assert Mode.parse("full").context is None
     assert Mode.parse("none").context == DocumentContext(False)
+    assert Mode.parse("none:stock:repair=16").context == DocumentContext(
+        False, repair=16, adapter=False
+    )
     mode = Mode.parse("prefix:gap=600:repair=16:temperature=0.9")
     assert mode.context == DocumentContext(True, 600, 16, 0.9)
 
@@ -82,8 +82,9 @@ def test_modes():
     [
         (("--modes", "half"), "not full, prefix or none"),
         (("--modes", "full,none,full"), "has a mode twice"),
-        (("--modes", "full:gap=1"), "full has none"),
-        (("--modes", "none:size=1"), "the option 'size'"),
+        (("--modes", "full:gap=1"), "the option 'gap=1'"),
+        (("--modes", "prefix:stock"), "the option 'stock'"),
+        (("--modes", "none:size=1"), "the option 'size=1'"),
         (("--modes", "prefix:gap=x"), "gap is 'x', must be a number"),
         (("--modes", "prefix:repair=-1"), "document_repair is -1, must be 0 or more"),
         ((), "give --data or --perplexity"),
@@ -95,3 +96,9 @@ def test_bad_arguments(monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as raised:
         run(monkeypatch, *arguments)
     assert message in f"{raised.value.code} {capsys.readouterr().err}"
+
+
+def test_full_attention_with_an_adapter_wants_one(tmp_path, monkeypatch):
+    (tmp_path / "texts").write_text('{"text": "A text."}')
+    with pytest.raises(SystemExit, match="'full:adapter' wants an adapter, and there is none"):
+        run(monkeypatch, "--perplexity", tmp_path / "texts", "--modes", "full:adapter")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from engine_helpers import EngineUnderTest, small_model
+from engine_helpers import EngineUnderTest
+from small_models import small_model
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.models.checkpoint import LoadedModel

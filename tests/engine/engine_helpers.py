@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece
 from lazyattn_jax.engine.runs import Request, State
 from lazyattn_jax.kernels.rotary import rotate
-from lazyattn_jax.models.checkpoint import LoadedModel, dummy, fingerprint
-from lazyattn_jax.models.config import NAMED_SHAPES
+from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.rope import Rotations
-from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@functools.cache
-def small_model() -> LoadedModel:
-    """Random weights, scaled up so that what a token attends to decides what comes next."""
-    config = NAMED_SHAPES["tiny"]
-    model = dummy(config, jnp.float32)
-    for path, param in nnx.to_flat_state(nnx.state(model)):
-        if path[-1] == "kernel":
-            param[...] = param[...] * 8
-    tokenizer = dummy_tokenizer(config.vocab_size)
-    return LoadedModel(model, config, tokenizer, fingerprint(model, config), "small")
 
 
 class EngineUnderTest(Engine):

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import EngineUnderTest, document, oracle_logits, small_model, text
+from engine_helpers import GREEDY, EngineUnderTest, document, oracle_logits, text
 from flax import nnx
+from small_models import small_model
 
+from lazyattn_jax.bench.quality_runs import Mode
 from lazyattn_jax.engine import runner
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.inputs import step_inputs
+from lazyattn_jax.engine.request import DocumentContext, as_text
 from lazyattn_jax.llm import load_for
 from lazyattn_jax.models import load
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -103,6 +106,22 @@ def test_requests_with_documents_get_the_adapter_and_others_do_not(engine, merge
         np.testing.assert_allclose(got, want, atol=5e-4, rtol=0)
     other = oracle_logits(small_model(), QUESTION, requests[0].generated[:-1], prefix=False)
     assert np.abs(logits_of(engine, requests[0])[-1] - other[-1]).max() > 1
+
+
+def test_full_attention_with_it_and_documents_encoded_alone_without(engine, merged):
+    """What tells what it brings from what the mask costs; nothing is shared between the ways."""
+    ways = {
+        "none": (DocumentContext(False), merged, QUESTION),
+        "none:stock": (DocumentContext(False, adapter=False), small_model(), QUESTION),
+        "full:adapter": (Mode.parse("full:adapter").context, merged, as_text(QUESTION)),
+    }
+    requests = {n: engine.add(QUESTION, GREEDY, context=way[0]) for n, way in ways.items()}
+    engine.drain()
+    for name, (_, loaded, prompt) in ways.items():
+        request = requests[name]
+        got = logits_of(engine, request)
+        want = oracle_logits(loaded, prompt, request.generated[:-1], prefix=False)[-len(got) :]
+        np.testing.assert_allclose(got, want, atol=5e-4, rtol=0)
 
 
 def test_nothing_is_shared_between_adapted_and_stock(engine):

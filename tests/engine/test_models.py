@@ -9,25 +9,22 @@ import jax.numpy as jnp
 import pytest
 from engine_helpers import EngineUnderTest, assert_matches_oracle, document, text
 from flax import nnx
+from small_models import loaded_as, sharpen
 
 from lazyattn_jax.engine.config import EngineConfig
-from lazyattn_jax.models.checkpoint import LoadedModel, dummy, fingerprint
+from lazyattn_jax.models.checkpoint import LoadedModel, dummy
 from lazyattn_jax.models.config import NAMED_SHAPES
-from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 
 def model_of(**changes: object) -> LoadedModel:
     """Random weights as for the other engine tests; biases are not 0 and norms not 1."""
     config = dataclasses.replace(NAMED_SHAPES["tiny"], **changes)
     model = dummy(config, jnp.float32)
+    sharpen(model)
     for i, (path, param) in enumerate(nnx.to_flat_state(nnx.state(model))):
-        noise = jax.random.normal(jax.random.key(i), param.shape)
-        if path[-1] == "kernel":
-            param[...] = param[...] * 8
-        elif path[-1] != "embedding":
-            param[...] = param[...] + 0.3 * noise
-    tokenizer = dummy_tokenizer(config.vocab_size)
-    return LoadedModel(model, config, tokenizer, fingerprint(model, config), "small")
+        if path[-1] not in ("kernel", "embedding"):
+            param[...] = param[...] + 0.3 * jax.random.normal(jax.random.key(i), param.shape)
+    return loaded_as(model, config)
 
 
 @pytest.mark.parametrize(

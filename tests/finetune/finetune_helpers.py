@@ -1,22 +1,16 @@
-"""A toy set of questions, a small model, and runs of the command."""
+"""A toy set of questions, and runs of the command."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lazyattn_jax.finetune.__main__ import main
 from lazyattn_jax.finetune.batches import BatchShape
 from lazyattn_jax.finetune.data import Recipe
-from lazyattn_jax.models.checkpoint import LoadedModel, dummy, fingerprint
-from lazyattn_jax.models.config import NAMED_SHAPES
-from lazyattn_jax.models.tokenizer import dummy_tokenizer
 
 END = 0
 RECIPE = Recipe((2, 3), untitled=0.2, joined=0.0, system="Be short.", ask="{question}")
@@ -46,18 +40,6 @@ def write_questions(path: Path, count: int = 24) -> Path:
     ]
     path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     return path
-
-
-@functools.cache
-def sharp_model() -> LoadedModel:
-    """Random weights, scaled up so that what a token attends to decides what comes next."""
-    config = NAMED_SHAPES["tiny"]
-    model = dummy(config, jnp.float32)
-    for path, param in nnx.to_flat_state(nnx.state(model)):
-        if path[-1] == "kernel":
-            param[...] = param[...] * 8
-    tokenizer = dummy_tokenizer(config.vocab_size)
-    return LoadedModel(model, config, tokenizer, fingerprint(model, config), "sharp")
 
 
 def flags(data: Path, output: Path, **options: Any) -> list[str]:

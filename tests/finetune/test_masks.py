@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetune_helpers import END, RECIPE, SHAPE, log_softmax, sharp_model, write_questions
+from finetune_helpers import END, RECIPE, SHAPE, log_softmax, write_questions
+from small_models import small_model
 
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.engine import Engine
@@ -31,7 +32,7 @@ def engine() -> Engine:
         max_documents=8,
         document_context="none",
     )
-    return Engine(sharp_model(), config)
+    return Engine(small_model(), config)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def serve(engine: Engine, prompt) -> tuple[list[int], list[dict[int, float]]]:
 @pytest.mark.parametrize("mask", ["full", "block"])
 def test_training_logits_are_serving_logits(engine, questions, mask):
     """The sample stands behind another one in its row, and its answer is what was served."""
-    loaded = sharp_model()
+    loaded = small_model()
     asked = questions.all[3]
     documents = draw(questions, 3, RECIPE, np.random.default_rng(1))
     prompt = chat_prompt(loaded.tokenizer, RECIPE.messages(asked.text), documents)
@@ -114,7 +115,7 @@ def test_what_a_token_sees():
 
 def test_losses_are_those_of_every_answer_token(questions):
     """Against a sum over tokens in numpy; the divergence is KL(full || block)."""
-    loaded = sharp_model()
+    loaded = small_model()
     samples = [
         make_sample(
             loaded.tokenizer,
