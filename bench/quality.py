@@ -131,7 +131,6 @@ def run(args: argparse.Namespace) -> None:
             for count in counts
         ]
         texts = [] if args.perplexity is None else _texts(args.perplexity)
-        args.max_documents = max(counts)  # no request has more
         _measure(_engine(args), sets, texts, args)
     except (ValueError, RequestError) as error:
         raise SystemExit(f"error: {error}") from None
