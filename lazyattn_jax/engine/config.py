@@ -33,7 +33,8 @@ class EngineConfig:
       max_num_seqs: requests computed at the same time; default 16 on a CPU, else 256.
       max_num_batched_tokens: tokens of one prefill step; default 512 on a CPU, else 4096.
       prefill_buckets: tokens that prefill steps are padded to, rising to
-        ``max_num_batched_tokens``; more of them pad less but take longer to compile.
+        ``max_num_batched_tokens``; more of them pad less but take longer to compile. By default
+        each is twice the one before it, on a CPU eight times.
       decode_buckets: requests that decode steps are padded to, rising to ``max_num_seqs``.
       max_documents: documents of one request.
       reuse: ``lazy`` attends to documents where they are, ``block`` turns them to their place and
@@ -173,6 +174,7 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
             max_documents=self.max_documents,
             copies_documents=self.reuse_mode.copied,
+            prefill_growth=8 if cpu else 2,
             given_prefill_buckets=tuple(self.prefill_buckets),
             given_decode_buckets=tuple(self.decode_buckets),
         )

@@ -18,8 +18,9 @@ class Limits:
 
     A work item is up to ``BLOCK_ROWS`` rows of one request times up to ``item_pages`` pages of one
     run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
-    at start-up; those given replace the default ones. With ``copies_documents`` a request takes
-    pages for copies of its documents too.
+    at start-up: by default those of prefill steps grow by a factor of ``prefill_growth``, those of
+    decode steps by 4; given ones replace them. With ``copies_documents`` a request takes pages for
+    copies of its documents too.
     """
 
     page_size: int
@@ -29,6 +30,7 @@ class Limits:
     max_num_batched_tokens: int
     max_documents: int
     copies_documents: bool = False
+    prefill_growth: int = 8
     given_prefill_buckets: tuple[int, ...] = ()
     given_decode_buckets: tuple[int, ...] = ()
 
@@ -84,7 +86,9 @@ class Limits:
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Tokens of a prefill step, smallest first."""
-        return self.given_prefill_buckets or _buckets(BLOCK_ROWS, self.max_prefill, 8)
+        return self.given_prefill_buckets or _buckets(
+            BLOCK_ROWS, self.max_prefill, self.prefill_growth
+        )
 
     @property
     def max_prefill(self) -> int:
