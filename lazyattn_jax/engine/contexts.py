@@ -40,9 +40,9 @@ class _Context(NamedTuple):
 class TurnTables:
     """Makes tables of turns, in memory that is used again once nobody holds it any more.
 
-    A table has room for the most turns that a step can have, and fresh memory of that size costs
-    more than the rest of a plan. A step that has been started may still read its table, and on a
-    CPU jax need not even copy it, but whoever reads an array holds it.
+    A table has room for the most turns that a step can have, and it takes a while to get fresh
+    memory of that size. A step that has been started may still read its table, and on a CPU jax
+    need not even copy it, but whoever reads an array holds it.
     """
 
     def __init__(self) -> None:
