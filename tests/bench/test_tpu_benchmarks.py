@@ -88,8 +88,8 @@ def test_a_failed_kernel_costs_its_row_only():
 def test_aot_fails_if_a_kernel_does(monkeypatch, is_good):
     asked = []
 
-    def compile_all(generation, names, quick, console):
-        asked.append((generation, list(names), quick))
+    def compile_all(generation, names, quick, json, console):
+        asked.append((generation, list(names), quick, json))
         return is_good
 
     monkeypatch.setattr(kernels.tpu_kernels, "compile_all", compile_all)
@@ -102,7 +102,7 @@ def test_aot_fails_if_a_kernel_does(monkeypatch, is_good):
         with pytest.raises(SystemExit) as stopped:
             command.main()
         assert stopped.value.code == 1
-    assert asked == [("v6e", ["D1"], True)]
+    assert asked == [("v6e", ["D1"], True, None)]
 
 
 @pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
