@@ -1,8 +1,9 @@
 """Lazy prefill on a TPU: attention of ragged runs of tokens over the pool, rotated in the kernel.
 
-A core goes through the windows of a step, and through the entries of each window. An entry's rows
-are turned once for its run, then blocks of rows attend to one tile of it after the other; blocks
-that see nothing of a tile are left out. Queries and results of windows come and go beside that.
+A core goes through the windows of a step, and through the tiles of each window. Where a run begins
+the rows that see it are turned for it; then blocks of rows attend to one tile after the other, and
+blocks that see nothing of a tile are left out. Queries and results of windows come and go beside
+that.
 """
 
 from __future__ import annotations
@@ -25,17 +26,24 @@ from lazyattn_jax.kernels.mosaic_tpu.layout import (
     padded_queries,
     turned,
 )
-from lazyattn_jax.kernels.mosaic_tpu.plan import TpuPrefillWork, block_rows, window_rows
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    PREFILL_OTHERS,
+    PREFILL_PIECES,
+    PREFILL_TILE,
+    TpuPrefillWork,
+    block_rows,
+    window_rows,
+)
 from lazyattn_jax.kernels.mosaic_tpu.reader import Reader, Sizes
 from lazyattn_jax.kernels.mosaic_tpu.softmax import LOWEST, attend
 from lazyattn_jax.kernels.mosaic_tpu.support import check_arrays, heads_at_once
 from lazyattn_jax.kernels.work import Turns
 
-TILE = 512
-"""Slots that are attended to at once."""
-
-WIDTHS = (128, 256, TILE)
+WIDTHS = (128, 256, PREFILL_TILE)
 """Slots of what is left of a run: the least that suffices is attended to."""
+
+PIECES = (2, PREFILL_PIECES)
+"""Into how many pieces a tile of several runs is cut."""
 
 _MARGIN = 2 * 2**20
 """Bytes of a core's memory for what the compiler puts there."""
@@ -58,7 +66,7 @@ class _Shape:
     def scratch(self) -> list[Any]:
         return [
             *self.reader.scratch(),
-            pltpu.VMEM(self.window, self.reader.dtype),  # queries, turned
+            pltpu.VMEM((PREFILL_PIECES, *self.window), self.reader.dtype),  # queries, turned
             pltpu.VMEM((3, *self.window), jnp.float32),  # softmax
         ]
 
@@ -67,7 +75,7 @@ class _Shape:
         """Bytes of a core's memory."""
         item = jnp.dtype(self.reader.dtype).itemsize
         elements = self.reader.heads * self.group * window_rows(self.group) * LANES
-        window = elements * (5 * item + 3 * 4)
+        window = elements * ((4 + PREFILL_PIECES) * item + 3 * 4)
         return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
 
 
@@ -84,7 +92,9 @@ def kernel_shape(
     group, pools = num_heads // kv_heads, 1 if v_pages is None else 2
 
     def shape_of(heads: int) -> _Shape:
-        return _Shape(head_dim, group, Sizes(page_size, TILE, 1, heads, pools, q.dtype))
+        words = PREFILL_PIECES, 0, PREFILL_OTHERS, (5, 2)
+        sizes = Sizes(page_size, PREFILL_TILE, *words, heads, pools, q.dtype)
+        return _Shape(head_dim, group, sizes)
 
     heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, interpret)
     return shape_of(heads), vmem
@@ -109,7 +119,7 @@ def lazy_prefill(
     num_rows, _, head_dim = q.shape
     kv_heads = k_pages.shape[1]
     pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
-    size, windows = window_rows(group), work.first_entry.shape[0] - 1
+    size, windows = window_rows(group), work.first_tile.shape[0] - 1
     if windows != -(-num_rows // size):
         raise ValueError(
             f"the work list has {windows} windows of {size} query rows, q has {num_rows} rows"
@@ -136,7 +146,7 @@ def lazy_prefill(
         ),
         interpret=interpret,
         name="lazy_prefill",
-    )(work.first_entry, queries, work.stream, angle_rows(turns, scale), *pools)
+    )(work.first_tile, queries, work.stream, angle_rows(turns, scale), *pools)
     return out[..., LANES - head_dim :].transpose(2, 0, 1, 3)[:num_rows].reshape(q.shape)
 
 
@@ -146,7 +156,7 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     *scratch, queries, softmax = refs[sizes.pools + 1 :]
     window, windows = pl.program_id(1), pl.num_programs(1)
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
-    reader = Reader(sizes, first_ref[windows], head_block, stream_ref, angles_ref, pools, *scratch)
+    reader = Reader(sizes, head_block, stream_ref, angles_ref, pools, *scratch)
 
     @pl.when(window == 0)
     def _():
@@ -167,54 +177,67 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     def store(ref, k, block, x):
         ref[k, :, rows_of(block)] = x.reshape(group, size, LANES).astype(ref.dtype)
 
-    def attend_to(slots, k, block, stage, visible):
+    def attend_to(slots, pieces, k, block, stage, visible):
         keys, values = (
             ring[stage, k, pl.ds(0, slots)] for ring in (reader.rings[0], reader.rings[-1])
         )
         state = [load(softmax.at[i], k, block) for i in range(3)]
-        state = attend(load(queries, k, block), keys, values, state, visible)
+        turned_by = [load(queries.at[i], k, block) for i in range(pieces)]
+        state = attend(turned_by, keys, values, state, visible)
         for i, x in enumerate(state):
             store(softmax.at[i], k, block, x)
 
-    def work(entry, angles):
-        causal, first, end = (reader.word(entry.others + i) for i in range(3))
+    def work(tile):
+        slots, first, end = (reader.word(tile.others + i) for i in (1, 3, 4))
         blocks = lax.div(first, size), lax.div(end + size - 1, size)
-        cos, sin = factors(angles[0], shape.head_dim)
+        angles = reader.angle_ring.at[tile.stage]
 
-        @pl.loop(0, sizes.heads)
-        def _(k):
-            @pl.loop(*blocks)
-            def _(block):
-                store(queries, k, block, turned(load(q_ref, k, block), cos, sin))
+        @pl.loop(0, tile.turns)
+        def _(i):
+            cos, sin = factors(angles[i], shape.head_dim)
 
-        def one(tile, left, stage):
-            here = causal - tile * TILE
-            # Blocks whose last row sees none of the tile are left out.
-            begin = jnp.maximum(blocks[0], lax.div(jnp.maximum(-here, 0), size))
-            is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
-            is_plain = is_whole & (left >= TILE) & (here + first >= TILE - 1)
+            @pl.loop(0, sizes.heads)
+            def _(k):
+                @pl.loop(*blocks)
+                def _(block):
+                    store(queries.at[i], k, block, turned(load(q_ref, k, block), cos, sin))
 
-            def visible(block):
-                row = lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
-                seen = jnp.minimum(left, here + row + 1)
-                seen = jnp.where((row >= first) & (row < end), seen, 0)
-                return seen.reshape(group * size, LANES)
+        def piece(i):
+            """Slots that are attended to, and how many of them row 0 would see, less one."""
+            return (reader.word(tile.others + 5 + 2 * i + j) for j in range(2))
 
-            def all_heads(slots, masked):
-                @pl.loop(0, sizes.heads)
-                def _(k):
-                    @pl.loop(begin, blocks[1])
-                    def _(block):
-                        attend_to(slots, k, block, stage, visible(block) if masked else None)
+        def visible(i, block):
+            seen, here = piece(i)
+            row = lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
+            seen = jnp.minimum(seen, here + row + 1)
+            seen = jnp.where((row >= first) & (row < end), seen, 0)
+            return seen.reshape(group * size, LANES)
 
-            pl.when(is_plain)(lambda: all_heads(TILE, False))
-            for less, slots in zip((0, *WIDTHS), WIDTHS, strict=False):
-                fits = left > less if slots == TILE else (left > less) & (left <= slots)
-                pl.when(~is_plain & fits)(functools.partial(all_heads, slots, True))
+        seen, here = piece(0)
+        is_one = slots == PREFILL_TILE
+        # Blocks whose last row sees none of the tile are left out.
+        begin = jnp.where(is_one, lax.div(jnp.maximum(-here, 0), size), 0)
+        begin = jnp.maximum(blocks[0], begin)
+        is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
+        is_plain = is_whole & (seen == PREFILL_TILE) & (here + first >= PREFILL_TILE - 1)
 
-        reader.tiles(entry, one)
+        def all_heads(slots, pieces, masked):
+            @pl.loop(0, sizes.heads)
+            def _(k):
+                @pl.loop(begin, blocks[1])
+                def _(block):
+                    seen = [visible(i, block) for i in range(pieces)] if masked else None
+                    attend_to(slots, pieces, k, block, tile.stage, seen)
 
-    reader.entries(first_ref[window + 1] - first_ref[window], work)
+        pl.when(is_plain)(lambda: all_heads(PREFILL_TILE, 1, False))
+        for less, most in zip((0, *WIDTHS), WIDTHS, strict=False):
+            fits = is_one & ~is_plain & (seen > less) & (seen <= most)
+            pl.when(fits)(functools.partial(all_heads, most, 1, True))
+        for pieces in PIECES:
+            cut = slots == PREFILL_TILE // pieces
+            pl.when(cut)(functools.partial(all_heads, PREFILL_TILE, pieces, True))
+
+    reader.tiles(first_ref[window + 1] - first_ref[window], work)
 
     @pl.when(window == windows - 1)
     def _():

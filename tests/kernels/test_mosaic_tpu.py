@@ -149,7 +149,7 @@ def test_prefill_over_windows_and_tiles():
     requests = [(150, 700, [(1100, 0), (520, 100)]), (90, 0, [(600, 3)])]
     case = prefill_case(2, requests, padding=30)
     work = prefill_work(case)
-    assert np.diff(work.first_entry).tolist() == [3, 5, 0]
+    assert np.diff(work.first_tile).tolist() == [3, 5, 0]
     check_prefill(case, work)
 
 
@@ -164,7 +164,7 @@ def test_heads_are_divided_between_cores(kind, monkeypatch):
         check_decode(case, decode_work(case), interpret=interpret)
     else:
         case = prefill_case(3, [(140, 10, [(600, 0)])], kv_heads=4, group=8)
-        assert len(prefill_work(case).first_entry) > 2
+        assert len(prefill_work(case).first_tile) > 2
         check_prefill(case, prefill_work(case), interpret=interpret)
 
 
