@@ -49,8 +49,8 @@ def add_command(commands: Any) -> None:
         "--aot",
         choices=["h200", *TOPOLOGIES],
         help="compile every kernel for that device instead, which need not be there; h200: reports "
-        "registers and spills; TPUs: memory, and cycles beside jax's own kernel, of --only and "
-        "--quick, and for --json",
+        "registers and spills; TPUs: memory, and cycles beside jax's own kernel (with "
+        "--only, --quick and --json)",
     )
     parser.set_defaults(run=run)
 

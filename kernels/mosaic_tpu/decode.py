@@ -24,7 +24,7 @@ from lazyattn_jax.kernels.mosaic_tpu.layout import (
     angle_rows,
     factors,
     padded_queries,
-    turned,
+    rolled,
 )
 from lazyattn_jax.kernels.mosaic_tpu.plan import (
     DECODE_OTHERS,
@@ -146,7 +146,7 @@ def lazy_decode(
             scratch_shapes=shape.scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel",), vmem_limit_bytes=vmem, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="lazy_decode",
@@ -171,15 +171,11 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
     def place_of(row):
         return pl.ds(pl.multiple_of(row * group, group), group)
 
-    def turn(tile, count):
-        angles = reader.angle_ring.at[tile.stage]
-
-        @pl.loop(0, tile.turns)
-        def _(i):
-            row = rows[jnp.minimum(i, count - 1)]
-            cos, sin = factors(angles[i], shape.head_dim)
-            for k in heads:
-                queries[k, place_of(i)] = turned(q_ref[k, row], cos, sin)
+    def turn(tile, i, row):
+        cos, sin = factors(reader.angle_ring[tile.stage, i], shape.head_dim)
+        for k in heads:
+            q = q_ref[k, row]
+            queries[k, place_of(i)] = q.astype(jnp.float32) * cos + rolled(q) * sin
 
     def attend_with(width, pieces, tiles, count):
         at = pl.ds(0, width * group)
@@ -189,10 +185,20 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
                 softmax[i, k, at] = start
 
         def one(tile):
-            turn(tile, count)
+            if pieces > 1:
+                # Every piece is of a run that begins here; what a piece that is not used has as its
+                # angles does not matter.
+                for i in range(pieces):
+                    turn(tile, i, rows[0])
+            else:
+
+                @pl.loop(0, tile.turns)
+                def _(i):
+                    turn(tile, i, rows[jnp.minimum(i, count - 1)])
+
             seen = [reader.word(tile.others + 5 + i) for i in range(pieces)]
             for k in heads:
-                keys, values = (ring[tile.stage, k] for ring in (reader.rings[0], reader.rings[-1]))
+                keys, values = reader.keys_and_values(tile, k, DECODE_TILE)
                 size = width * group
                 turned_by = [queries[k, pl.ds(i * size, size)] for i in range(pieces)]
                 state = [softmax[i, k, at] for i in range(3)]

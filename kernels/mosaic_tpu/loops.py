@@ -22,7 +22,7 @@ from lazyattn_jax.kernels.mosaic_tpu.plan import (
 )
 from lazyattn_jax.kernels.mosaic_tpu.prefill import PIECES as PREFILL_PIECES
 from lazyattn_jax.kernels.mosaic_tpu.prefill import WIDTHS as PREFILL_WIDTHS
-from lazyattn_jax.kernels.mosaic_tpu.reader import AT_ONCE, SILENCED, Sizes
+from lazyattn_jax.kernels.mosaic_tpu.reader import AT_ONCE, Sizes
 from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop
 from lazyattn_jax.kernels.mosaic_tpu.stream import records
 
@@ -50,7 +50,7 @@ class _Tiles:
         sizes, first = self.sizes, self.sizes.seen[0]
         seen = self.others[:, first :: sizes.seen[1]]
         end = -(-seen // sizes.page_size) * sizes.page_size
-        return (end // SILENCED - seen // SILENCED).sum(1) * (self.others[:, 2] > 0)
+        return (end // sizes.silenced - seen // sizes.silenced).sum(1) * (self.others[:, 2] > 0)
 
     def bring(self, which: Int[np.ndarray, "n"]) -> tuple[Loop, ...]:
         """Loops of ``Reader.bring_next`` for these tiles."""
@@ -106,7 +106,8 @@ def decode_loops(shape: Any, blocks: int, work: TpuDecodeWork) -> tuple[Loop, ..
     for less, most, cut in (*kinds, (0, ROWS, DECODE_PIECES)):
         mine = (count > less) & (count <= most) & (pieces == cut)
         which = mine[entry] if len(entry) else np.zeros(0, bool)
-        inner = (*tiles.loops(which), _loop("queries to turn", tiles.turns[which]))
+        turn = [] if cut > 1 else [_loop("queries to turn", tiles.turns[which])]
+        inner = (*tiles.loops(which), *turn)
         name = f"tiles of {most} rows" if cut == 1 else f"tiles in {cut} pieces"
         loops.append(Loop(name, int(mine.sum()), int(which.sum()), inner))
     loops.append(_loop("results to add", count))
@@ -125,23 +126,28 @@ def prefill_loops(shape: Any, blocks: int, work: TpuPrefillWork) -> tuple[Loop, 
     windows, size, heads = len(work.first_tile) - 1, block_rows(shape.group), shape.reader.heads
     slots, first, end, seen, here = tiles.others[:, [1, 3, 4, 5, 6]].T
     low, high = first // size, -(-end // size)
-    is_one = slots == PREFILL_TILE
-    blocks_seen = high - np.maximum(low, np.where(is_one, np.maximum(-here, 0) // size, 0))
-    plain = (first % size == 0) & (end % size == 0)
-    plain &= (seen == PREFILL_TILE) & (here + first >= PREFILL_TILE - 1)
-    turned = np.repeat(high - low, tiles.turns)
-    every = np.ones(len(turned), bool)
-    turn = _over_blocks("queries to turn", every, turned, heads)
-    attend = [*_over_blocks("whole tiles", plain, blocks_seen, heads)]
+    causal_blocks = high - np.maximum(low, np.maximum(-here, 0) // size)
+    is_one, sees_all = slots == PREFILL_TILE, here + first >= seen - 1
+    is_whole = (first % size == 0) & (end % size == 0)
+    plain = is_one & is_whole & sees_all & (seen == PREFILL_TILE)
+
+    def over_heads(name: str, which: Bool[np.ndarray, "T"], blocks: Int[np.ndarray, "T"]) -> Loop:
+        return _loop(name, blocks[which] * heads)
+
+    attend = [over_heads("whole tiles", plain, high - low)]
     for less, most in zip((0, *PREFILL_WIDTHS), PREFILL_WIDTHS, strict=False):
         fits = is_one & ~plain & (seen > less) & (seen <= most)
-        attend += _over_blocks(f"tiles of {most} slots", fits, blocks_seen, heads)
+        attend += [
+            over_heads(f"tiles of {most} slots", fits & sees_all, high - low),
+            over_heads(f"causal tiles of {most} slots", fits & ~sees_all, causal_blocks),
+        ]
     for pieces in PREFILL_PIECES:
         cut = slots * pieces == PREFILL_TILE
-        attend += _over_blocks(f"tiles in {pieces} pieces", cut, blocks_seen, heads)
+        attend.append(over_heads(f"tiles in {pieces} pieces", cut, high - low))
+    turn = _loop("queries to turn", np.repeat(high - low, tiles.turns) * heads)
     inner = (
         *tiles.loops(np.ones(len(tiles), bool)),
-        _loop("turns", tiles.turns, turn),
+        _loop("turns", tiles.turns, (turn,)),
         *attend,
     )
     window = (
@@ -156,15 +162,6 @@ def prefill_loops(shape: Any, blocks: int, work: TpuPrefillWork) -> tuple[Loop, 
 def _loop(name: str, trips: Int[np.ndarray, "n"], inner: tuple[Loop, ...] = ()) -> Loop:
     """A loop that is begun where it has trips."""
     return Loop(name, int((trips > 0).sum()), int(trips.sum()), inner)
-
-
-def _over_blocks(
-    name: str, which: Bool[np.ndarray, "n"], blocks: Int[np.ndarray, "n"], heads: int
-) -> tuple[Loop, ...]:
-    """A loop over heads, and in it one over blocks of rows."""
-    begun = int(which.sum())
-    rows = Loop(f"{name}, blocks", begun * heads, int(blocks[which].sum()) * heads)
-    return _fixed(f"{name}, heads", begun, heads, (rows,))
 
 
 def _fixed(name: str, begun: int, each: int, inner: tuple[Loop, ...] = ()) -> tuple[Loop, ...]:

@@ -176,6 +176,7 @@ def plan_prefill(
     causal = references.causal[ref] - at
     length = np.minimum(runs.length[references.run[ref]], causal + end)
     pieces = _pieces_for(length, PREFILL_TILE, PREFILL_PIECES, page_size)
+    pieces[causal + first + 1 < length] = 1  # in a piece every row sees all that is attended to
     order = np.lexsort((pieces, end, first, window))
     columns = (ref, window, first, end, causal, length, pieces)
     ref, window, first, end, causal, length, pieces = (x[order] for x in columns)

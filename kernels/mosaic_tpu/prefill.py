@@ -24,7 +24,7 @@ from lazyattn_jax.kernels.mosaic_tpu.layout import (
     angle_rows,
     factors,
     padded_queries,
-    turned,
+    rolled,
 )
 from lazyattn_jax.kernels.mosaic_tpu.plan import (
     PREFILL_OTHERS,
@@ -66,6 +66,7 @@ class _Shape:
     def scratch(self) -> list[Any]:
         return [
             *self.reader.scratch(),
+            pltpu.VMEM(self.window, self.reader.dtype),  # queries, rolled
             pltpu.VMEM((PREFILL_PIECES, *self.window), self.reader.dtype),  # queries, turned
             pltpu.VMEM((3, *self.window), jnp.float32),  # softmax
         ]
@@ -75,7 +76,7 @@ class _Shape:
         """Bytes of a core's memory."""
         item = jnp.dtype(self.reader.dtype).itemsize
         elements = self.reader.heads * self.group * window_rows(self.group) * LANES
-        window = elements * ((4 + PREFILL_PIECES) * item + 3 * 4)
+        window = elements * ((5 + PREFILL_PIECES) * item + 3 * 4)
         return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
 
 
@@ -142,7 +143,9 @@ def lazy_prefill(
             scratch_shapes=shape.scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem,
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="lazy_prefill",
@@ -153,7 +156,7 @@ def lazy_prefill(
 def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     sizes, group, size = shape.reader, shape.group, block_rows(shape.group)
     pools, out_ref = refs[: sizes.pools], refs[sizes.pools]
-    *scratch, queries, softmax = refs[sizes.pools + 1 :]
+    *scratch, across, queries, softmax = refs[sizes.pools + 1 :]
     window, windows = pl.program_id(1), pl.num_programs(1)
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
     reader = Reader(sizes, head_block, stream_ref, angles_ref, pools, *scratch)
@@ -167,6 +170,7 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
         zeros = jnp.zeros(shape.window[1:], jnp.float32)
         for i, start in enumerate((zeros + LOWEST, zeros, zeros)):
             softmax[i, k] = start
+        across[k] = rolled(q_ref[k]).astype(across.dtype)
 
     def rows_of(block):
         return pl.ds(pl.multiple_of(block * size, size), size)
@@ -177,65 +181,73 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     def store(ref, k, block, x):
         ref[k, :, rows_of(block)] = x.reshape(group, size, LANES).astype(ref.dtype)
 
-    def attend_to(slots, pieces, k, block, stage, visible):
-        keys, values = (
-            ring[stage, k, pl.ds(0, slots)] for ring in (reader.rings[0], reader.rings[-1])
-        )
-        state = [load(softmax.at[i], k, block) for i in range(3)]
-        turned_by = [load(queries.at[i], k, block) for i in range(pieces)]
-        state = attend(turned_by, keys, values, state, visible)
-        for i, x in enumerate(state):
-            store(softmax.at[i], k, block, x)
+    def attend_to(tile, slots, pieces, k, block, visible, rows=None):
+        keys, values = reader.keys_and_values(tile, k, slots)
+        before = [load(softmax.at[i], k, block) for i in range(3)]
+        turned = [load(queries.at[i], k, block) for i in range(pieces)]
+        after = attend(turned, keys, values, before, visible)
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            store(softmax.at[i], k, block, new if rows is None else jnp.where(rows, new, old))
 
     def work(tile):
         slots, first, end = (reader.word(tile.others + i) for i in (1, 3, 4))
-        blocks = lax.div(first, size), lax.div(end + size - 1, size)
+        low, high = lax.div(first, size), lax.div(end + size - 1, size)
         angles = reader.angle_ring.at[tile.stage]
+
+        def all_heads(begin, body):
+            count = high - begin  # of blocks: a window has two
+
+            @pl.loop(0, sizes.heads * count)
+            def _(i):
+                body(i >> (count - 1), begin + (i & (count - 1)))
 
         @pl.loop(0, tile.turns)
         def _(i):
             cos, sin = factors(angles[i], shape.head_dim)
 
-            @pl.loop(0, sizes.heads)
-            def _(k):
-                @pl.loop(*blocks)
-                def _(block):
-                    store(queries.at[i], k, block, turned(load(q_ref, k, block), cos, sin))
+            def turn(k, block):
+                q, other = (load(x, k, block).astype(jnp.float32) for x in (q_ref, across))
+                store(queries.at[i], k, block, q * cos + other * sin)
 
-        def piece(i):
-            """Slots that are attended to, and how many of them row 0 would see, less one."""
-            return (reader.word(tile.others + 5 + 2 * i + j) for j in range(2))
+            all_heads(low, turn)
 
-        def visible(i, block):
-            seen, here = piece(i)
-            row = lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
-            seen = jnp.minimum(seen, here + row + 1)
-            seen = jnp.where((row >= first) & (row < end), seen, 0)
-            return seen.reshape(group * size, LANES)
-
-        seen, here = piece(0)
-        is_one = slots == PREFILL_TILE
+        # Slots that are attended to, and how many of them row 0 would see, less one.
+        seen, here = (reader.word(tile.others + 5 + i) for i in range(2))
         # Blocks whose last row sees none of the tile are left out.
-        begin = jnp.where(is_one, lax.div(jnp.maximum(-here, 0), size), 0)
-        begin = jnp.maximum(blocks[0], begin)
+        begin = jnp.maximum(low, lax.div(jnp.maximum(-here, 0), size))
+
+        def rows_of_block(block):
+            return lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
+
+        def plain(k, block):
+            attend_to(tile, PREFILL_TILE, 1, k, block, None)
+
+        def documents(slots, pieces, k, block):
+            """What every row sees all of: other rows of the block are left as they are."""
+            row = rows_of_block(block).reshape(group * size, LANES)
+            visible = [reader.word(tile.others + 5 + 2 * i) for i in range(pieces)]
+            rows = (row >= first) & (row < end)
+            attend_to(tile, slots, pieces, k, block, visible, rows)
+
+        def causal(slots, k, block):
+            row = rows_of_block(block)
+            visible = jnp.where((row >= first) & (row < end), jnp.minimum(seen, here + row + 1), 0)
+            attend_to(tile, slots, 1, k, block, [visible.reshape(group * size, LANES)])
+
+        is_one, sees_all = slots == PREFILL_TILE, here + first >= seen - 1
         is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
-        is_plain = is_whole & (seen == PREFILL_TILE) & (here + first >= PREFILL_TILE - 1)
-
-        def all_heads(slots, pieces, masked):
-            @pl.loop(0, sizes.heads)
-            def _(k):
-                @pl.loop(begin, blocks[1])
-                def _(block):
-                    seen = [visible(i, block) for i in range(pieces)] if masked else None
-                    attend_to(slots, pieces, k, block, tile.stage, seen)
-
-        pl.when(is_plain)(lambda: all_heads(PREFILL_TILE, 1, False))
+        is_plain = is_one & is_whole & sees_all & (seen == PREFILL_TILE)
+        pl.when(is_plain)(lambda: all_heads(low, plain))
         for less, most in zip((0, *WIDTHS), WIDTHS, strict=False):
             fits = is_one & ~is_plain & (seen > less) & (seen <= most)
-            pl.when(fits)(functools.partial(all_heads, most, 1, True))
+            body = functools.partial(documents, most, 1)
+            pl.when(fits & sees_all)(functools.partial(all_heads, low, body))
+            body = functools.partial(causal, most)
+            pl.when(fits & ~sees_all)(functools.partial(all_heads, begin, body))
         for pieces in PIECES:
-            cut = slots == PREFILL_TILE // pieces
-            pl.when(cut)(functools.partial(all_heads, PREFILL_TILE, pieces, True))
+            body = functools.partial(documents, PREFILL_TILE, pieces)
+            is_cut = slots == PREFILL_TILE // pieces
+            pl.when(is_cut)(functools.partial(all_heads, low, body))
 
     reader.tiles(first_ref[window + 1] - first_ref[window], work)
 

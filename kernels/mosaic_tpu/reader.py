@@ -28,8 +28,8 @@ _MOST_TILES = 16
 AT_ONCE = 4
 """Pages that are asked for one after the other without a loop."""
 
-SILENCED = 16
-"""Slots that are silenced at once: a register of bfloat16."""
+_SILENCED = 32
+"""Slots that are silenced at once, in all heads."""
 
 
 class _At(enum.IntEnum):
@@ -103,6 +103,11 @@ class Sizes:
         return self.tile // self.page_size
 
     @property
+    def silenced(self) -> int:
+        """Slots that are silenced at once."""
+        return min(_SILENCED, self.page_size)
+
+    @property
     def fixed_words(self) -> int:
         """Numbers of a record before the turns."""
         return HEADER + self.others + self.places
@@ -114,7 +119,7 @@ class Sizes:
 
     def scratch(self) -> list[Any]:
         """What a kernel has to allocate for a reader."""
-        ring = pltpu.VMEM((self.depth, self.heads, self.tile, LANES), self.dtype)
+        ring = pltpu.VMEM((self.depth, self.places, self.heads, self.page_size, LANES), self.dtype)
         return [
             [ring] * self.pools,
             pltpu.VMEM((self.depth, self.turns, 1, LANES), jnp.float32),
@@ -175,6 +180,12 @@ class Reader:
         position = self.at[_At.WORK_POSITION]
         turns, rows = self.word(position + 2), position + self.sizes.fixed_words
         return Tile(turns, position + HEADER, rows + turns, self.at[_At.WORK_STAGE])
+
+    def keys_and_values(self, tile, head, slots):
+        """The first slots of a tile, ``[slots, 128]`` each."""
+        pages = pl.ds(0, max(1, slots // self.sizes.page_size))
+        found = (ring[tile.stage, pages, head] for ring in (self.rings[0], self.rings[-1]))
+        return (x.reshape(-1, LANES)[:slots] for x in found)
 
     def bring_next(self):
         """Starts to bring one more tile, if there is one; its place in the rings must be free."""
@@ -239,8 +250,7 @@ class Reader:
                 @pl.loop(0, pages)
                 def _(_):
                     for ring in self.rings:
-                        page = ring.at[tile.stage, :, pl.ds(0, sizes.page_size)]
-                        self._arrival(page, tile.stage).wait()
+                        self._arrival(ring.at[tile.stage, 0], tile.stage).wait()
 
             self._silence(tile)
             work(tile)
@@ -248,21 +258,23 @@ class Reader:
     def _silence(self, tile):
         # A weight of 0 does not silence a NaN left in a slot past the run.
         sizes, values = self.sizes, self.rings[-1]
-        shape = (SILENCED, LANES)
+        some = sizes.silenced
+        shape, shift = (some, LANES), some.bit_length() - 1
 
         @pl.loop(0, self.word(tile.others + 2))
         def _(piece):
             start = piece * self.word(tile.others + 1)
             seen = self.word(tile.others + sizes.seen[0] + piece * sizes.seen[1])
             end = (seen + sizes.page_size - 1) & -sizes.page_size
+            place = (start + seen) >> (sizes.page_size.bit_length() - 1)
 
-            @pl.loop(seen >> (SILENCED.bit_length() - 1), end >> (SILENCED.bit_length() - 1))
-            def _(some):
-                at = pl.ds(pl.multiple_of(start + some * SILENCED, SILENCED), SILENCED)
-                is_seen = lax.broadcasted_iota(jnp.int32, shape, 0) < seen - some * SILENCED
+            @pl.loop(seen >> shift, end >> shift)
+            def _(i):
+                at = pl.multiple_of((i * some) & (sizes.page_size - 1), some)
+                is_seen = lax.broadcasted_iota(jnp.int32, shape, 0) < seen - i * some
                 for head in range(sizes.heads):
-                    kept = values[tile.stage, head, at]
-                    values[tile.stage, head, at] = jnp.where(is_seen, kept, jnp.zeros_like(kept))
+                    few = values.at[tile.stage, place, head, pl.ds(at, some)]
+                    few[...] = jnp.where(is_seen, few[...], jnp.zeros(shape, values.dtype))
 
     def _bring_words(self, end):
         """Has the stream up to a position in scalar memory."""
@@ -288,11 +300,9 @@ class Reader:
         )
 
     def _bring(self, page, stage, place):
-        size = self.sizes.page_size
-        at = pl.ds(pl.multiple_of(place * size, size), size)
         for pool, ring in zip(self.pools, self.rings, strict=True):
             pltpu.make_async_copy(
-                pool.at[page, self.heads], ring.at[stage, :, at], self.page_sems.at[stage]
+                pool.at[page, self.heads], ring.at[stage, place], self.page_sems.at[stage]
             ).start()
 
     def _arrival(self, data, stage):
