@@ -26,6 +26,7 @@ from lazyattn_jax.bench import record, tpu_anchor
 from lazyattn_jax.bench.kernel_cases import (
     CASES,
     GROUP,
+    HEADLINE,
     HEADS,
     KV_HEADS,
     Case,
@@ -87,7 +88,7 @@ def compile_all(
         (case, variant)
         for case in CASES
         if case.name in names
-        for variant in variants(case, quick)
+        for variant in ([HEADLINE] if quick else variants(case))
         # They always turn, and what differs otherwise is in cases of its own.
         if variant.rotate and variant.share
     ]

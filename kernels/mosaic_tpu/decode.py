@@ -229,7 +229,7 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
     reader.start()
 
     @pl.loop(0, num_ref[0])
-    def _(_):
+    def _(_entry):
         tile = reader.peek()
         slots, tiles, count = (reader.word(tile.others + i) for i in (1, 3, 4))
 

@@ -229,7 +229,7 @@ class Reader:
         sizes = self.sizes
 
         @pl.loop(0, count)
-        def _(_):
+        def _(_tile):
             tile, position = self.peek(), self.at[_At.WORK_POSITION]
             size, pages = self.word(position), self.word(position + 1)
             self.at[_At.WORK_POSITION] = position + size
@@ -248,7 +248,7 @@ class Reader:
             @pl.when(pages < sizes.places)
             def _():
                 @pl.loop(0, pages)
-                def _(_):
+                def _(_page):
                     for ring in self.rings:
                         self._arrival(ring.at[tile.stage, 0], tile.stage).wait()
 

@@ -56,11 +56,12 @@ def test_cycles_of_a_kernel():
 @pytest.mark.parametrize(
     ("name", "rows", "blocks", "requests", "tiles"),
     [
-        ("D2", 1, 8, 8, 8 * 10),  # 5120 slots a request
-        ("P1", 64, 8, 8, 8 * 11),  # 64 more
-        ("P1", 32, 16, 16, 16 * 11),
-        ("P4", 64, 64, 64, 64 * 11),
-        ("E2", 64, 128, 128, 128 * 16),  # also the slots that no row sees
+        ("D2", 1, 8, 8, 8 * 5),  # 5120 slots a request, 1024 at once
+        ("S3", 1, 256, 256, 256 * 5),  # 2560: 512 at once
+        ("P1", 64, 8, 8, 8 * 6),  # 5184
+        ("P1", 32, 16, 16, 16 * 6),
+        ("P4", 64, 64, 64, 64 * 6),
+        ("E2", 64, 128, 128, 128 * 8),  # also the slots that no row sees
     ],
 )
 def test_trips_of_the_anchor(monkeypatch, name, rows, blocks, requests, tiles):
@@ -68,7 +69,7 @@ def test_trips_of_the_anchor(monkeypatch, name, rows, blocks, requests, tiles):
     monkeypatch.setattr(tpu_anchor.pltpu, "get_tpu_info", lambda: info)
     monkeypatch.setattr(tpu_anchor, "PREFILL_ROWS", (rows,))
     [case] = [case for case in CASES if case.name == name]
-    [anchor] = tpu_anchor.anchors(case, HEADLINE)
+    anchor = tpu_anchor.anchors(case, HEADLINE)[0]
     [outer] = anchor.loops
     [middle] = outer.inner
     [inner] = middle.inner
