@@ -46,11 +46,11 @@ class _Tiles:
 
     @property
     def silenced(self) -> Int[np.ndarray, "T"]:
-        """How often slots of a tile are silenced."""
+        """How often slots of each piece of a tile are silenced."""
         sizes, first = self.sizes, self.sizes.seen[0]
         seen = self.others[:, first :: sizes.seen[1]]
         end = -(-seen // sizes.page_size) * sizes.page_size
-        return (end // sizes.silenced - seen // sizes.silenced).sum(1) * (self.others[:, 2] > 0)
+        return end // sizes.silenced - seen // sizes.silenced
 
     def bring(self, which: Int[np.ndarray, "n"]) -> tuple[Loop, ...]:
         """Loops of ``Reader.bring_next`` for these tiles."""
@@ -76,13 +76,12 @@ class _Tiles:
         [at] = np.nonzero(which)
         brought = at + self.sizes.depth - 1
         pages = self.pages[at]
-        pieces = self.others[at, 2]
-        inner = Loop("slots to silence", int(pieces.sum()), int(self.silenced[at].sum()))
+        silenced = self.silenced[at]
         return (
             *self.bring(brought[brought < len(self)]),
             _loop("turns to wait for", self.turns[at]),
             _loop("pages to wait for", pages[pages < self.sizes.places]),
-            _loop("pieces to silence", pieces, (inner,)),
+            *(_loop("slots to silence", silenced[:, i]) for i in range(self.sizes.pieces)),
         )
 
 

@@ -103,6 +103,12 @@ class Sizes:
         return self.tile // self.page_size
 
     @property
+    def pieces(self) -> int:
+        """The most pieces of a tile."""
+        first, step = self.seen
+        return (self.others - first) // step
+
+    @property
     def silenced(self) -> int:
         """Slots that are silenced at once."""
         return min(_SILENCED, self.page_size)
@@ -261,20 +267,24 @@ class Reader:
         some = sizes.silenced
         shape, shift = (some, LANES), some.bit_length() - 1
 
-        @pl.loop(0, self.word(tile.others + 2))
-        def _(piece):
-            start = piece * self.word(tile.others + 1)
-            seen = self.word(tile.others + sizes.seen[0] + piece * sizes.seen[1])
-            end = (seen + sizes.page_size - 1) & -sizes.page_size
-            place = (start + seen) >> (sizes.page_size.bit_length() - 1)
+        @pl.when(self.word(tile.others + 2) > 0)
+        def _():
+            pieces = []
+            for piece in range(sizes.pieces):
+                start = piece * self.word(tile.others + 1)
+                seen = self.word(tile.others + sizes.seen[0] + piece * sizes.seen[1])
+                end = (seen + sizes.page_size - 1) & -sizes.page_size
+                place = (start + seen) >> (sizes.page_size.bit_length() - 1)
+                pieces.append((seen, end, place))
+            for seen, end, place in pieces:
 
-            @pl.loop(seen >> shift, end >> shift)
-            def _(i):
-                at = pl.multiple_of((i * some) & (sizes.page_size - 1), some)
-                is_seen = lax.broadcasted_iota(jnp.int32, shape, 0) < seen - i * some
-                for head in range(sizes.heads):
-                    few = values.at[tile.stage, place, head, pl.ds(at, some)]
-                    few[...] = jnp.where(is_seen, few[...], jnp.zeros(shape, values.dtype))
+                @pl.loop(seen >> shift, end >> shift)
+                def _(i, seen=seen, place=place):
+                    at = pl.multiple_of((i * some) & (sizes.page_size - 1), some)
+                    is_seen = lax.broadcasted_iota(jnp.int32, shape, 0) < seen - i * some
+                    for head in range(sizes.heads):
+                        few = values.at[tile.stage, place, head, pl.ds(at, some)]
+                        few[...] = jnp.where(is_seen, few[...], jnp.zeros(shape, values.dtype))
 
     def _bring_words(self, end):
         """Has the stream up to a position in scalar memory."""
