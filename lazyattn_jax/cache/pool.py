@@ -72,6 +72,11 @@ def write(
         return LayerKV(*write_tokens(kv.k, kv.v, k, v, slots.page, slots.offset))
 
     def stored(pages: Array, new: Array) -> Array:
+        if implementation == "mosaic_tpu":
+            # Indexed by its leading axes a pool stays as it lies; otherwise the TPU compiler
+            # transposes all of it, there and back, to write many tokens.
+            head = jnp.arange(pages.shape[1])
+            return pages.at[slots.page[:, None], head, slots.offset[:, None]].set(new, mode="drop")
         return pages.at[slots.page, :, slots.offset].set(new, mode="drop")
 
     if kv.v is None:

@@ -106,9 +106,9 @@ def test_aot_fails_if_a_kernel_does(monkeypatch, is_good):
     assert asked == [("v6e", ["D1"], True, None)]
 
 
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("prefill", "bucket"), [(False, 16), (True, 4096)])
 @needs_libtpu
-def test_the_pool_is_updated_in_place(prefill):
+def test_the_pool_is_updated_in_place(prefill, bucket):
     """A whole step of an engine: had the pool to be copied, no large one would fit."""
     config = replace(NAMED_SHAPES["llama3-1b"], num_layers=2, vocab_size=1024)
     limits = Limits(
@@ -116,17 +116,16 @@ def test_the_pool_is_updated_in_place(prefill):
         num_pages=2000,
         max_model_len=2048,
         max_num_seqs=16,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=4096,
         max_documents=16,
     )
-    options = {"prefill": prefill, "bucket": 256 if prefill else 16}
-    program, _ = tpu_steps.compile_step("v5e", config, limits, **options)
+    program, _ = tpu_steps.compile_step("v5e", config, limits, prefill=prefill, bucket=bucket)
     assert len(kernels_of(program)) == config.num_layers
     pool = 2 * 2000 * 64 * 2 * 8 * 64 * 2
-    memory = program.memory_analysis()
-    assert pool > 400 << 20
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 8
+    assert program.memory_analysis().alias_size_in_bytes >= pool
+    # Nor is any layer's part of it laid out in another way and back.
+    assert "bf16[2000,8,64,128]" in program.as_text()
+    assert not re.search(r"= bf16\[2000,\S+ copy\(", program.as_text())
 
 
 def test_the_pool_has_its_share_of_what_weights_leave():
