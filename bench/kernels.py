@@ -49,8 +49,8 @@ def add_command(commands: Any) -> None:
         "--aot",
         choices=["h200", *TOPOLOGIES],
         help="compile every kernel for that device instead, which need not be there; h200: reports "
-        "registers and spills; TPUs: memory, and cycles beside jax's own kernel, of --only and "
-        "--quick",
+        "registers and spills; TPUs: memory, and cycles beside jax's own kernel (with "
+        "--only, --quick and --json)",
     )
     parser.set_defaults(run=run)
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         is_good = (
             compile_all(console)
             if args.aot == "h200"
-            else tpu_kernels.compile_all(args.aot, names, args.quick, console)
+            else tpu_kernels.compile_all(args.aot, names, args.quick, args.json, console)
         )
         if not is_good:
             raise SystemExit(1)

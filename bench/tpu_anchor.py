@@ -19,8 +19,8 @@ from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop
 
 KERNEL = "ragged_paged_attention_kernel"
 
-SLOTS = 512
-"""Slots that it attends to at once; twice as many take somewhat fewer bundles a slot."""
+SLOTS = (1024, 512)
+"""Slots that it attends to at once: fewer bundles a slot, or fewer past the end of a sequence."""
 
 PREFILL_ROWS = (64, 32)
 """Tokens that it attends with at once; the first that compiles. Decode takes one."""
@@ -36,15 +36,23 @@ class Anchor(NamedTuple):
 
 def anchors(case: Case, variant: Variant) -> list[Anchor]:
     """The kernel for the shapes of a case, the best choice of block sizes first."""
-    return [_anchor(case, variant, rows) for rows in (PREFILL_ROWS if case.new else (1,))]
+    large, small = SLOTS
+    slots = case.held * case.tokens + case.new
+    # The larger size where less than a fifth is added to a sequence.
+    sizes = SLOTS if -(-slots // large) * large < 1.2 * slots else (small,)
+    return [
+        _anchor(case, variant, rows, size)
+        for rows in (PREFILL_ROWS if case.new else (1,))
+        for size in sizes
+    ]
 
 
-def _anchor(case: Case, variant: Variant, rows: int) -> Anchor:
+def _anchor(case: Case, variant: Variant, rows: int, size: int) -> Anchor:
     each = max(1, case.new)
     num_rows, requests = case.requests * each, case.requests
     slots = case.held * case.tokens + case.new
     pages = -(-slots // variant.page_size)
-    block_pages = min(pages, SLOTS // variant.page_size)
+    block_pages = min(pages, size // variant.page_size)
     pool = (requests * pages, variant.page_size, 2 * KV_HEADS, variant.head_dim)
     args = (
         jax.ShapeDtypeStruct((num_rows, HEADS, variant.head_dim), jnp.bfloat16),

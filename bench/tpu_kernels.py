@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from lazyattn_jax.bench import tpu_anchor
+from lazyattn_jax.bench import record, tpu_anchor
 from lazyattn_jax.bench.kernel_cases import (
     CASES,
     GROUP,
+    HEADLINE,
     HEADS,
     KV_HEADS,
     Case,
@@ -38,6 +39,7 @@ from lazyattn_jax.kernels.mosaic_tpu import decode, loops, prefill
 from lazyattn_jax.kernels.mosaic_tpu.ahead import (
     abstract_device,
     compile_for_tpu,
+    compiler,
     kernels_of,
     schedules_kept,
     take_schedule,
@@ -77,14 +79,16 @@ class Compared:
         return self.lazy.cycles / self.anchor.cycles
 
 
-def compile_all(generation: str, names: Sequence[str], quick: bool, console: Console) -> bool:
-    """Compiles, prints a table, and says whether all lazy kernels compile."""
+def compile_all(
+    generation: str, names: Sequence[str], quick: bool, json: Path | None, console: Console
+) -> bool:
+    """Compiles, prints a table, keeps it in ``json``, and says whether all lazy kernels compile."""
     jax.config.update("jax_platforms", "cpu")
     cases = [
         (case, variant)
         for case in CASES
         if case.name in names
-        for variant in variants(case, quick)
+        for variant in ([HEADLINE] if quick else variants(case))
         # They always turn, and what differs otherwise is in cases of its own.
         if variant.rotate and variant.share
     ]
@@ -106,6 +110,10 @@ def compile_all(generation: str, names: Sequence[str], quick: bool, console: Con
             if kernel.problem is not None:
                 label = f"{one.case} {one.variant}".strip()
                 console.print(f"[red]{label}, {name}: {escape(kernel.problem)}[/red]")
+    if json:
+        compiled = {"generation": generation, "compiler": compiler()}
+        results = [asdict(one) | {"ratio": one.ratio} for one in found]
+        record.write(json, compiled | {"results": results})
     return all(one.lazy.problem is None for one in found)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lazyattn_jax.bench import record
 from lazyattn_jax.cache.pool import bytes_per_token, make_pool
 from lazyattn_jax.engine.config import POOL_SHARE, EngineConfig
 from lazyattn_jax.engine.inputs import empty_inputs
@@ -29,7 +31,13 @@ from lazyattn_jax.engine.limits import Limits, work_lists
 from lazyattn_jax.engine.seats import make_seats
 from lazyattn_jax.engine.step import Rebuild, step, take_apart
 from lazyattn_jax.kernels.api import wants_fused_pages
-from lazyattn_jax.kernels.mosaic_tpu.ahead import HBM, TOPOLOGIES, compile_for_tpu, kernels_of
+from lazyattn_jax.kernels.mosaic_tpu.ahead import (
+    HBM,
+    TOPOLOGIES,
+    compile_for_tpu,
+    compiler,
+    kernels_of,
+)
 from lazyattn_jax.models.config import NAMED_SHAPES, LlamaConfig
 from lazyattn_jax.models.llama import Llama
 
@@ -83,6 +91,7 @@ def add_command(commands: Any) -> None:
         metavar="NAME",
         help=f"of {', '.join(sorted(NAMED_SHAPES))} (default: llama3-1b)",
     )
+    parser.add_argument("--json", type=Path, help="also write what they take there, in bytes")
     parser.set_defaults(run=run)
 
 
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     """
     jax.config.update("jax_platforms", "cpu")
     console = Console()
-    failed = False
+    failed, models = False, {}
     for name in args.model:
         config = NAMED_SHAPES[name]
         try:
@@ -112,6 +121,13 @@ def run(args: argparse.Namespace) -> None:
             if one.problem is not None:
                 console.print(f"[red]{one.name}: {escape(one.problem)}[/red]")
         failed |= any(one.problem or one.total > HBM[args.aot] for one in found)
+        models[name] = {
+            "pages": limits.num_pages,
+            "steps": [asdict(one) | {"total": one.total} for one in found],
+        }
+    if args.json:
+        compiled = {"generation": args.aot, "compiler": compiler(), "may_be_taken": HBM[args.aot]}
+        record.write(args.json, compiled | {"models": models})
     if failed:
         raise SystemExit(1)
 

@@ -21,6 +21,7 @@ from lazyattn_jax.kernels.mosaic_gpu import support as gpu
 from lazyattn_jax.kernels.mosaic_gpu import writes as gpu_writes
 from lazyattn_jax.kernels.mosaic_tpu import attention as mosaic_tpu
 from lazyattn_jax.kernels.mosaic_tpu import support as tpu
+from lazyattn_jax.kernels.mosaic_tpu import writes as tpu_writes
 from lazyattn_jax.kernels.work import Moves, Turns, Works
 from lazyattn_jax.kernels.writes import xla_write_tokens
 
@@ -39,6 +40,9 @@ _IMPLEMENTATIONS = MappingProxyType(
     }
 )
 _mosaic_gpu_copy, _xla_copy = jax.jit(gpu_copies.copy_pages), jax.jit(xla_copy_pages)
+_WRITES = MappingProxyType(
+    {"mosaic_gpu": gpu_writes.write_tokens, "mosaic_tpu": tpu_writes.write_tokens}
+)
 _KERNELS = MappingProxyType({"mosaic_gpu": gpu, "mosaic_tpu": tpu})
 """What the kernels of a kind of device take."""
 
@@ -198,10 +202,9 @@ def write_tokens(
       v: new values.
       page: pages; one past the pool is nowhere (padding). No slot may be named twice.
       offset: slots of the pages.
-      implementation: of the attention, as ``choose`` returns it; all but ``mosaic_gpu`` write
-        through XLA.
+      implementation: of the attention, as ``choose`` returns it.
     """
-    write = gpu_writes.write_tokens if implementation == "mosaic_gpu" else xla_write_tokens
+    write = _WRITES.get(implementation, xla_write_tokens)
     return write(k_pages, v_pages, k, v, page, offset)
 
 

@@ -7,6 +7,7 @@ its instructions are scheduled, not that it is right or fast.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -62,6 +63,11 @@ class Kernel(NamedTuple):
 def is_installed() -> bool:
     """Whether the compiler is there."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+def compiler() -> str:
+    """The compiler and its version."""
+    return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
 def abstract_device(generation: str) -> AbstractDevice:

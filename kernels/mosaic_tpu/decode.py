@@ -1,9 +1,9 @@
 """Lazy decode on a TPU: attention of one token per request over the pool, rotated in the kernel.
 
-A core goes through the entries of the work list one after the other. It turns the rows of an entry,
-each by its own angles, attends to one tile of the run after the other, and adds the result to the
-running result of each row. These stay in its memory until the end. KV heads are divided between
-cores, and otherwise attended with together, since a page holds those of all heads.
+A core goes through the entries of the work list one after the other. It turns the rows of an entry
+where a run begins, each by its own angles, attends to one tile after the other, and adds the result
+to the running result of each row. These stay in its memory until the end. KV heads are divided
+between cores, and otherwise attended with together, since a page holds those of all heads.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from lazyattn_jax.kernels.mosaic_tpu.layout import (
     angle_rows,
     factors,
     padded_queries,
-    turned,
+    rolled,
 )
-from lazyattn_jax.kernels.mosaic_tpu.plan import ROWS, TpuDecodeWork
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    DECODE_OTHERS,
+    DECODE_PIECES,
+    DECODE_TILE,
+    ROWS,
+    TpuDecodeWork,
+)
 from lazyattn_jax.kernels.mosaic_tpu.reader import Reader, Sizes
 from lazyattn_jax.kernels.mosaic_tpu.softmax import LOWEST, attend
 from lazyattn_jax.kernels.mosaic_tpu.support import check_arrays, heads_at_once
 from lazyattn_jax.kernels.work import Turns
-
-TILE = 256
-"""Slots that are attended to at once."""
 
 WIDTHS = (1, 4, ROWS)
 """Rows that are attended with at once: an entry takes the least that suffices."""
@@ -58,7 +61,6 @@ class _Shape:
             *self.reader.scratch(),
             pltpu.SMEM((ROWS,), jnp.int32),  # query rows of an entry
             pltpu.VMEM((heads, rows, LANES), jnp.float32),  # its queries, turned
-            pltpu.VMEM((heads, rows, LANES), self.reader.dtype),  # the same, to multiply with
             pltpu.VMEM((3, heads, rows, LANES), jnp.float32),  # its softmax
             pltpu.VMEM((heads, self.num_rows, padded, LANES), jnp.float32),  # running results
             pltpu.VMEM((self.num_rows, padded, LANES), jnp.float32),  # their log-sum-exps, by head
@@ -69,7 +71,7 @@ class _Shape:
         """Bytes of a core's memory."""
         heads, item = self.reader.heads, jnp.dtype(self.reader.dtype).itemsize
         row = heads * self.group * LANES
-        entry = ROWS * row * (4 + item + 3 * 4)
+        entry = ROWS * row * (4 + 3 * 4)
         running = self.num_rows * (row * (4 + 4 * item) + self.group * LANES * 4)
         return self.reader.depth * self.reader.tile_bytes + entry + running + _MARGIN
 
@@ -88,7 +90,8 @@ def kernel_shape(
     pools = 1 if v_pages is None else 2
 
     def shape_of(heads: int) -> _Shape:
-        sizes = Sizes(page_size, TILE, ROWS, heads, pools, q.dtype)
+        words = ROWS, ROWS, DECODE_OTHERS, (5, 1)
+        sizes = Sizes(page_size, DECODE_TILE, *words, heads, pools, q.dtype)
         return _Shape(head_dim, padded, num_rows, sizes)
 
     heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, interpret)
@@ -143,7 +146,7 @@ def lazy_decode(
             scratch_shapes=shape.scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel",), vmem_limit_bytes=vmem, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="lazy_decode",
@@ -156,9 +159,9 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
     sizes, group = shape.reader, shape.group
     heads = range(sizes.heads)
     pools, out_ref = refs[: sizes.pools], refs[sizes.pools]
-    *scratch, rows, queries, operands, softmax, results, lse = refs[sizes.pools + 1 :]
+    *scratch, rows, queries, softmax, results, lse = refs[sizes.pools + 1 :]
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
-    reader = Reader(sizes, num_ref[0], head_block, stream_ref, angles_ref, pools, *scratch)
+    reader = Reader(sizes, head_block, stream_ref, angles_ref, pools, *scratch)
 
     @pl.loop(0, shape.num_rows)
     def _(row):
@@ -168,38 +171,48 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
     def place_of(row):
         return pl.ds(pl.multiple_of(row * group, group), group)
 
-    def turn(entry, angles):
-        @pl.loop(0, entry.count)
-        def _(r):
-            row = reader.word(entry.others + r)
-            rows[r] = row
-            cos, sin = factors(angles[r], shape.head_dim)
-            for k in heads:
-                queries[k, place_of(r)] = turned(q_ref[k, row], cos, sin)
+    def turn(tile, i, row):
+        cos, sin = factors(reader.angle_ring[tile.stage, i], shape.head_dim)
+        for k in heads:
+            q = q_ref[k, row]
+            queries[k, place_of(i)] = q.astype(jnp.float32) * cos + rolled(q) * sin
 
-    def attend_with(width, entry):
+    def attend_with(width, pieces, tiles, count):
         at = pl.ds(0, width * group)
         zeros = jnp.zeros((width * group, LANES), jnp.float32)
         for k in heads:
-            operands[k, at] = queries[k, at].astype(operands.dtype)
             for i, start in enumerate((zeros + LOWEST, zeros, zeros)):
                 softmax[i, k, at] = start
 
-        def one(tile, left, stage):
+        def one(tile):
+            if pieces > 1:
+                # Every piece is of a run that begins here; what a piece that is not used has as its
+                # angles does not matter.
+                for i in range(pieces):
+                    turn(tile, i, rows[0])
+            else:
+
+                @pl.loop(0, tile.turns)
+                def _(i):
+                    turn(tile, i, rows[jnp.minimum(i, count - 1)])
+
+            seen = [reader.word(tile.others + 5 + i) for i in range(pieces)]
             for k in heads:
-                keys, values = (ring[stage, k] for ring in (reader.rings[0], reader.rings[-1]))
+                keys, values = reader.keys_and_values(tile, k, DECODE_TILE)
+                size = width * group
+                turned_by = [queries[k, pl.ds(i * size, size)] for i in range(pieces)]
                 state = [softmax[i, k, at] for i in range(3)]
-                state = attend(operands[k, at], keys, values, state, left)
+                state = attend([q.astype(keys.dtype) for q in turned_by], keys, values, state, seen)
                 for i, x in enumerate(state):
                     softmax[i, k, at] = x
 
-        reader.tiles(entry, one)
+        reader.tiles(tiles, one)
 
-    def add(entry):
+    def add(count):
         """Adds the results of an entry to those of its rows, by their log-sum-exps."""
         head = lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
 
-        @pl.loop(0, entry.count)
+        @pl.loop(0, count)
         def _(r):
             row = rows[r]
             before = lse[row]
@@ -213,18 +226,24 @@ def _kernel(shape, num_ref, q_ref, stream_ref, angles_ref, *refs):
                 after = jnp.where(head == k, above + jnp.log2(a + b), after)
             lse[row] = after
 
-    def work(entry, angles):
-        turn(entry, angles)
-        for narrower, width in zip((0, *WIDTHS), WIDTHS, strict=False):
-
-            @pl.when((entry.count > narrower) & (entry.count <= width))
-            def _(width=width):
-                attend_with(width, entry)
-
-        add(entry)
-
     reader.start()
-    reader.entries(num_ref[0], work)
+
+    @pl.loop(0, num_ref[0])
+    def _(_entry):
+        tile = reader.peek()
+        slots, tiles, count = (reader.word(tile.others + i) for i in (1, 3, 4))
+
+        @pl.loop(0, count)
+        def _(r):
+            rows[r] = reader.word(tile.rows + r)
+
+        is_whole = slots == DECODE_TILE
+        for narrower, width in zip((0, *WIDTHS), WIDTHS, strict=False):
+            fits = is_whole & (count > narrower) & (count <= width)
+            pl.when(fits)(functools.partial(attend_with, width, 1, tiles, count))
+        pl.when(~is_whole)(functools.partial(attend_with, 1, DECODE_PIECES, tiles, count))
+        add(count)
+
     reader.stop()
 
     @pl.loop(0, shape.num_rows)

@@ -50,7 +50,6 @@ def factors(
     return jnp.where(left, angles, 0.0), jnp.where(left, other, 0.0)
 
 
-def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Queries turned, float32; inside a kernel."""
-    x = x.astype(jnp.float32)
-    return x * cos + pltpu.roll(x, LANES // 2, x.ndim - 1) * sin
+def rolled(x: jax.Array) -> jax.Array:
+    """Queries rolled by half a row, float32; inside a kernel."""
+    return pltpu.roll(x.astype(jnp.float32), LANES // 2, x.ndim - 1)

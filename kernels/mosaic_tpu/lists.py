@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lazyattn_jax.kernels.dense import BLOCK_ROWS, item_pages
+from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.kernels.mosaic_tpu.plan import (
-    DECODE_WORDS,
-    PREFILL_WORDS,
     TpuDecodeWork,
     TpuPrefillWork,
+    decode_words,
     plan_decode,
     plan_prefill,
+    prefill_words,
     window_rows,
 )
 from lazyattn_jax.kernels.work import DoesNotFit, References, Runs, WorkLists
@@ -41,7 +41,7 @@ class TpuLists(WorkLists):
         """One list."""
         # Rows that the scheduler counts as n blocks overlap so many windows at most.
         windows = 1 + max(1, BLOCK_ROWS // window_rows(self.group))
-        words = windows * (PREFILL_WORDS + item_pages(self.page_size))
+        words = windows * prefill_words(self.page_size)
         try:
             work = plan_prefill(
                 references,
@@ -57,7 +57,7 @@ class TpuLists(WorkLists):
 
     def decode(self, arranged: References, runs: Runs, bucket: int) -> tuple[TpuDecodeWork] | None:
         """One list."""
-        words = DECODE_WORDS + item_pages(self.page_size)
+        words = decode_words(self.page_size)
         try:
             work = plan_decode(
                 arranged,

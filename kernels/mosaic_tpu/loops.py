@@ -6,32 +6,83 @@ the kernel is compiled is no loop in its schedule.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lazyattn_jax.kernels.dense import spread
-from lazyattn_jax.kernels.mosaic_tpu import decode, prefill
-from lazyattn_jax.kernels.mosaic_tpu.plan import TpuDecodeWork, TpuPrefillWork, block_rows
-from lazyattn_jax.kernels.mosaic_tpu.reader import Sizes
+from lazyattn_jax.kernels.mosaic_tpu.decode import WIDTHS as DECODE_WIDTHS
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    DECODE_PIECES,
+    DECODE_TILE,
+    PREFILL_TILE,
+    ROWS,
+    TpuDecodeWork,
+    TpuPrefillWork,
+    block_rows,
+)
+from lazyattn_jax.kernels.mosaic_tpu.prefill import PIECES as PREFILL_PIECES
+from lazyattn_jax.kernels.mosaic_tpu.prefill import WIDTHS as PREFILL_WIDTHS
+from lazyattn_jax.kernels.mosaic_tpu.reader import AT_ONCE, Sizes
 from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop
-from lazyattn_jax.kernels.mosaic_tpu.stream import Record, records
+from lazyattn_jax.kernels.mosaic_tpu.stream import records
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 
-class _Tiles(NamedTuple):
-    """Tiles of all entries, as a core goes through them.
+class _Tiles:
+    """Tiles of a work list, as a core goes through them: columns of what their records say."""
 
-    ``left`` are slots of the run from the tile on, ``turns`` those that come with it.
-    """
+    def __init__(self, stream: Int[np.ndarray, "words"], sizes: Sizes) -> None:
+        found = list(records(np.asarray(stream), sizes.others, sizes.places))
+        places = np.array([r.pages for r in found], int).reshape(-1, sizes.places)
+        self.sizes = sizes
+        self.others = np.array([r.others for r in found], int).reshape(-1, sizes.others)
+        self.pages = (places >= 0).sum(1)
+        self.turns = np.array([len(r.turns) for r in found], int)
 
-    entry: Int[np.ndarray, "t"]
-    number: Int[np.ndarray, "t"]
-    left: Int[np.ndarray, "t"]
-    pages: Int[np.ndarray, "t"]
-    turns: Int[np.ndarray, "t"]
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @property
+    def silenced(self) -> Int[np.ndarray, "T"]:
+        """How often slots of each piece of a tile are silenced."""
+        sizes, first = self.sizes, self.sizes.seen[0]
+        seen = self.others[:, first :: sizes.seen[1]]
+        end = -(-seen // sizes.page_size) * sizes.page_size
+        return end // sizes.silenced - seen // sizes.silenced
+
+    def bring(self, which: Int[np.ndarray, "n"]) -> tuple[Loop, ...]:
+        """Loops of ``Reader.bring_next`` for these tiles."""
+        sizes, turns, partial = self.sizes, self.turns[which], self.pages[which] < self.sizes.places
+        step = min(sizes.places, AT_ONCE)
+        return (
+            _loop("turns to bring", turns),
+            *_fixed("pages to bring", int((~partial).sum()), sizes.places // step),
+            *_fixed("pages to bring, if any", int(partial.sum()), sizes.places),
+        )
+
+    def start(self) -> tuple[Loop, ...]:
+        """Loops of ``Reader.start``."""
+        ahead = self.sizes.depth - 1
+        inner = self.bring(np.arange(min(ahead, len(self))))
+        return (
+            *_fixed("tiles to clear", 1, ahead + 1),
+            *_fixed("tiles ahead", 1, ahead, inner),
+        )
+
+    def loops(self, which: Bool[np.ndarray, "T"]) -> tuple[Loop, ...]:
+        """Loops of ``Reader.tiles`` around some tiles, up to the work."""
+        [at] = np.nonzero(which)
+        brought = at + self.sizes.depth - 1
+        pages = self.pages[at]
+        silenced = self.silenced[at]
+        return (
+            *self.bring(brought[brought < len(self)]),
+            _loop("turns to wait for", self.turns[at]),
+            _loop("pages to wait for", pages[pages < self.sizes.places]),
+            *(_loop("slots to silence", silenced[:, i]) for i in range(self.sizes.pieces)),
+        )
 
 
 def decode_loops(shape: Any, blocks: int, work: TpuDecodeWork) -> tuple[Loop, ...]:
@@ -42,24 +93,27 @@ def decode_loops(shape: Any, blocks: int, work: TpuDecodeWork) -> tuple[Loop, ..
       blocks: blocks of KV heads that a core goes through.
       work: the work list.
     """
-    sizes = shape.reader
-    found = list(records(np.asarray(work.stream), int(work.num_entries[0]), sizes.page_size))
-    tiles, entries, turns = _tiles(found, sizes), len(found), sum(len(r.turns) for r in found)
-    count = np.array([len(r.turns) for r in found], int)
-    loops = [
-        Loop("turns to wait for", entries, turns),
-        Loop("queries to turn", entries, turns),
+    tiles = _Tiles(work.stream, shape.reader)
+    slots, begun, count = tiles.others[:, 1], tiles.others[:, 3], tiles.others[:, 4]
+    count = count[begun > 0]
+    entry = np.cumsum(begun > 0) - 1
+    pieces = DECODE_TILE // slots[begun > 0]
+    loops = [_loop("rows to name", count)]
+    kinds = [
+        (less, most, 1) for less, most in zip((0, *DECODE_WIDTHS), DECODE_WIDTHS, strict=False)
     ]
-    for less, most in zip((0, *decode.WIDTHS), decode.WIDTHS, strict=False):
-        mine = (count > less) & (count <= most)
-        which = mine[tiles.entry]
-        inner = _tile_loops(tiles, which, sizes)
-        loops.append(Loop(f"tiles of {most} rows", int(mine.sum()), int(which.sum()), inner))
-    loops.append(Loop("results to add", entries, turns))
+    for less, most, cut in (*kinds, (0, ROWS, DECODE_PIECES)):
+        mine = (count > less) & (count <= most) & (pieces == cut)
+        which = mine[entry] if len(entry) else np.zeros(0, bool)
+        turn = [] if cut > 1 else [_loop("queries to turn", tiles.turns[which])]
+        inner = (*tiles.loops(which), *turn)
+        name = f"tiles of {most} rows" if cut == 1 else f"tiles in {cut} pieces"
+        loops.append(Loop(name, int(mine.sum()), int(which.sum()), inner))
+    loops.append(_loop("results to add", count))
     kernel = (
         *_fixed("rows to start", 1, shape.num_rows),
-        *_start(tiles, sizes),
-        Loop("entries", 1, entries, tuple(loops)),
+        *tiles.start(),
+        Loop("entries", 1, len(count), tuple(loops)),
         *_fixed("rows to end", 1, shape.num_rows),
     )
     return _fixed("blocks of heads", 1, blocks, _scaled(kernel, blocks))
@@ -67,79 +121,46 @@ def decode_loops(shape: Any, blocks: int, work: TpuDecodeWork) -> tuple[Loop, ..
 
 def prefill_loops(shape: Any, blocks: int, work: TpuPrefillWork) -> tuple[Loop, ...]:
     """Loops of the prefill kernel; for the arguments see ``decode_loops``."""
-    sizes, first_entry = shape.reader, np.asarray(work.first_entry)
-    windows, entries = len(first_entry) - 1, int(first_entry[-1])
-    found = list(records(np.asarray(work.stream), entries, sizes.page_size))
-    tiles, size, heads = _tiles(found, sizes), block_rows(shape.group), sizes.heads
-    causal, first, end = np.array([r.others for r in found], int).reshape(-1, 3).T
+    tiles = _Tiles(work.stream, shape.reader)
+    windows, size, heads = len(work.first_tile) - 1, block_rows(shape.group), shape.reader.heads
+    slots, first, end, seen, here = tiles.others[:, [1, 3, 4, 5, 6]].T
     low, high = first // size, -(-end // size)
-    inner = [
-        Loop("turns to wait for", entries, entries),
-        *_over_blocks("queries to turn", np.ones(entries, bool), high - low, heads),
-    ]
-    here = causal[tiles.entry] - tiles.number * sizes.tile
-    seen = high[tiles.entry] - np.maximum(low[tiles.entry], np.maximum(-here, 0) // size)
-    whole = (first % size == 0) & (end % size == 0)
-    plain = whole[tiles.entry] & (tiles.left >= sizes.tile)
-    plain &= here + first[tiles.entry] >= sizes.tile - 1
-    attend = [*_over_blocks("whole tiles", plain, seen, heads)]
-    for less, slots in zip((0, *prefill.WIDTHS), prefill.WIDTHS, strict=False):
-        fits = (tiles.left > less) & ((tiles.left <= slots) | (slots == sizes.tile))
-        attend += _over_blocks(f"tiles of {slots} slots", ~plain & fits, seen, heads)
-    every = np.ones(len(tiles.entry), bool)
-    tile_loops = (*_tile_loops(tiles, every, sizes), *attend)
-    inner.append(Loop("tiles", entries, len(tiles.entry), tile_loops))
+    causal_blocks = high - np.maximum(low, np.maximum(-here, 0) // size)
+    is_one, sees_all = slots == PREFILL_TILE, here + first >= seen - 1
+    is_whole = (first % size == 0) & (end % size == 0)
+    plain = is_one & is_whole & sees_all & (seen == PREFILL_TILE)
+
+    def over_heads(name: str, which: Bool[np.ndarray, "T"], blocks: Int[np.ndarray, "T"]) -> Loop:
+        return _loop(name, blocks[which] * heads)
+
+    attend = [over_heads("whole tiles", plain, high - low)]
+    for less, most in zip((0, *PREFILL_WIDTHS), PREFILL_WIDTHS, strict=False):
+        fits = is_one & ~plain & (seen > less) & (seen <= most)
+        attend += [
+            over_heads(f"tiles of {most} slots", fits & sees_all, high - low),
+            over_heads(f"causal tiles of {most} slots", fits & ~sees_all, causal_blocks),
+        ]
+    for pieces in PREFILL_PIECES:
+        cut = slots * pieces == PREFILL_TILE
+        attend.append(over_heads(f"tiles in {pieces} pieces", cut, high - low))
+    turn = _loop("queries to turn", np.repeat(high - low, tiles.turns) * heads)
+    inner = (
+        *tiles.loops(np.ones(len(tiles), bool)),
+        _loop("turns", tiles.turns, (turn,)),
+        *attend,
+    )
     window = (
-        *_start(tiles, sizes),
+        *tiles.start(),
         *_fixed("heads to start", windows, heads),
-        Loop("entries", windows, entries, tuple(inner)),
+        Loop("tiles", windows, len(tiles), inner),
         *_fixed("heads to end", windows, heads),
     )
     return _fixed("windows", 1, blocks * windows, _scaled(window, blocks))
 
 
-def _tiles(found: list[Record], sizes: Sizes) -> _Tiles:
-    length = np.array([record.length for record in found], int)
-    entry, number = spread(-(-length // sizes.tile))
-    left = length[entry] - number * sizes.tile
-    pages = -(-np.minimum(left, sizes.tile) // sizes.page_size)
-    turns = np.array([len(record.turns) for record in found], int)
-    return _Tiles(entry, number, left, pages, np.where(number == 0, turns[entry], 0))
-
-
-def _bring(tiles: _Tiles, which: Int[np.ndarray, "n"]) -> tuple[Loop, ...]:
-    """Loops of ``Reader.bring_next`` for so many tiles."""
-    turns, pages = tiles.turns[which], tiles.pages[which]
-    return (
-        Loop("turns to bring", int((turns > 0).sum()), int(turns.sum())),
-        Loop("pages to bring", len(which), int(pages.sum())),
-    )
-
-
-def _start(tiles: _Tiles, sizes: Sizes) -> tuple[Loop, ...]:
-    ahead = sizes.depth - 1
-    return _fixed("tiles ahead", 1, ahead, _bring(tiles, np.arange(min(ahead, len(tiles.entry)))))
-
-
-def _tile_loops(tiles: _Tiles, which: Bool[np.ndarray, "t"], sizes: Sizes) -> tuple[Loop, ...]:
-    """Loops of ``Reader.tiles`` around some tiles, up to the work."""
-    [at] = np.nonzero(which)
-    partial = int((tiles.left[at] < sizes.tile).sum())
-    brought = at + sizes.depth - 1
-    return (
-        *_bring(tiles, brought[brought < len(which)]),
-        Loop("pages to wait for", len(at), int(tiles.pages[at].sum())),
-        *_fixed("heads to silence", partial, sizes.heads),
-    )
-
-
-def _over_blocks(
-    name: str, which: Bool[np.ndarray, "n"], blocks: Int[np.ndarray, "n"], heads: int
-) -> tuple[Loop, ...]:
-    """A loop over heads, and in it one over blocks of rows."""
-    begun = int(which.sum())
-    rows = Loop(f"{name}, blocks", begun * heads, int(blocks[which].sum()) * heads)
-    return _fixed(f"{name}, heads", begun, heads, (rows,))
+def _loop(name: str, trips: Int[np.ndarray, "n"], inner: tuple[Loop, ...] = ()) -> Loop:
+    """A loop that is begun where it has trips."""
+    return Loop(name, int((trips > 0).sum()), int(trips.sum()), inner)
 
 
 def _fixed(name: str, begun: int, each: int, inner: tuple[Loop, ...] = ()) -> tuple[Loop, ...]:

@@ -1,8 +1,9 @@
 """Lazy prefill on a TPU: attention of ragged runs of tokens over the pool, rotated in the kernel.
 
-A core goes through the windows of a step, and through the entries of each window. An entry's rows
-are turned once for its run, then blocks of rows attend to one tile of it after the other; blocks
-that see nothing of a tile are left out. Queries and results of windows come and go beside that.
+A core goes through the windows of a step, and through the tiles of each window. Where a run begins
+the rows that see it are turned for it; then blocks of rows attend to one tile after the other, and
+blocks that see nothing of a tile are left out. Queries and results of windows come and go beside
+that.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ from lazyattn_jax.kernels.mosaic_tpu.layout import (
     angle_rows,
     factors,
     padded_queries,
-    turned,
+    rolled,
 )
-from lazyattn_jax.kernels.mosaic_tpu.plan import TpuPrefillWork, block_rows, window_rows
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    PREFILL_OTHERS,
+    PREFILL_PIECES,
+    PREFILL_TILE,
+    TpuPrefillWork,
+    block_rows,
+    window_rows,
+)
 from lazyattn_jax.kernels.mosaic_tpu.reader import Reader, Sizes
 from lazyattn_jax.kernels.mosaic_tpu.softmax import LOWEST, attend
 from lazyattn_jax.kernels.mosaic_tpu.support import check_arrays, heads_at_once
 from lazyattn_jax.kernels.work import Turns
 
-TILE = 512
-"""Slots that are attended to at once."""
-
-WIDTHS = (128, 256, TILE)
+WIDTHS = (128, 256, PREFILL_TILE)
 """Slots of what is left of a run: the least that suffices is attended to."""
+
+PIECES = (2, PREFILL_PIECES)
+"""Into how many pieces a tile of several runs is cut."""
 
 _MARGIN = 2 * 2**20
 """Bytes of a core's memory for what the compiler puts there."""
@@ -58,7 +66,8 @@ class _Shape:
     def scratch(self) -> list[Any]:
         return [
             *self.reader.scratch(),
-            pltpu.VMEM(self.window, self.reader.dtype),  # queries, turned
+            pltpu.VMEM(self.window, self.reader.dtype),  # queries, rolled
+            pltpu.VMEM((PREFILL_PIECES, *self.window), self.reader.dtype),  # queries, turned
             pltpu.VMEM((3, *self.window), jnp.float32),  # softmax
         ]
 
@@ -67,7 +76,7 @@ class _Shape:
         """Bytes of a core's memory."""
         item = jnp.dtype(self.reader.dtype).itemsize
         elements = self.reader.heads * self.group * window_rows(self.group) * LANES
-        window = elements * (5 * item + 3 * 4)
+        window = elements * ((5 + PREFILL_PIECES) * item + 3 * 4)
         return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
 
 
@@ -84,7 +93,9 @@ def kernel_shape(
     group, pools = num_heads // kv_heads, 1 if v_pages is None else 2
 
     def shape_of(heads: int) -> _Shape:
-        return _Shape(head_dim, group, Sizes(page_size, TILE, 1, heads, pools, q.dtype))
+        words = PREFILL_PIECES, 0, PREFILL_OTHERS, (5, 2)
+        sizes = Sizes(page_size, PREFILL_TILE, *words, heads, pools, q.dtype)
+        return _Shape(head_dim, group, sizes)
 
     heads, vmem = heads_at_once(kv_heads, lambda n: shape_of(n).bytes, interpret)
     return shape_of(heads), vmem
@@ -109,7 +120,7 @@ def lazy_prefill(
     num_rows, _, head_dim = q.shape
     kv_heads = k_pages.shape[1]
     pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
-    size, windows = window_rows(group), work.first_entry.shape[0] - 1
+    size, windows = window_rows(group), work.first_tile.shape[0] - 1
     if windows != -(-num_rows // size):
         raise ValueError(
             f"the work list has {windows} windows of {size} query rows, q has {num_rows} rows"
@@ -132,21 +143,23 @@ def lazy_prefill(
             scratch_shapes=shape.scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem,
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="lazy_prefill",
-    )(work.first_entry, queries, work.stream, angle_rows(turns, scale), *pools)
+    )(work.first_tile, queries, work.stream, angle_rows(turns, scale), *pools)
     return out[..., LANES - head_dim :].transpose(2, 0, 1, 3)[:num_rows].reshape(q.shape)
 
 
 def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     sizes, group, size = shape.reader, shape.group, block_rows(shape.group)
     pools, out_ref = refs[: sizes.pools], refs[sizes.pools]
-    *scratch, queries, softmax = refs[sizes.pools + 1 :]
+    *scratch, across, queries, softmax = refs[sizes.pools + 1 :]
     window, windows = pl.program_id(1), pl.num_programs(1)
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
-    reader = Reader(sizes, first_ref[windows], head_block, stream_ref, angles_ref, pools, *scratch)
+    reader = Reader(sizes, head_block, stream_ref, angles_ref, pools, *scratch)
 
     @pl.when(window == 0)
     def _():
@@ -157,6 +170,7 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
         zeros = jnp.zeros(shape.window[1:], jnp.float32)
         for i, start in enumerate((zeros + LOWEST, zeros, zeros)):
             softmax[i, k] = start
+        across[k] = rolled(q_ref[k]).astype(across.dtype)
 
     def rows_of(block):
         return pl.ds(pl.multiple_of(block * size, size), size)
@@ -167,54 +181,75 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     def store(ref, k, block, x):
         ref[k, :, rows_of(block)] = x.reshape(group, size, LANES).astype(ref.dtype)
 
-    def attend_to(slots, k, block, stage, visible):
-        keys, values = (
-            ring[stage, k, pl.ds(0, slots)] for ring in (reader.rings[0], reader.rings[-1])
-        )
-        state = [load(softmax.at[i], k, block) for i in range(3)]
-        state = attend(load(queries, k, block), keys, values, state, visible)
-        for i, x in enumerate(state):
-            store(softmax.at[i], k, block, x)
+    def attend_to(tile, slots, pieces, k, block, visible, rows=None):
+        keys, values = reader.keys_and_values(tile, k, slots)
+        before = [load(softmax.at[i], k, block) for i in range(3)]
+        turned = [load(queries.at[i], k, block) for i in range(pieces)]
+        after = attend(turned, keys, values, before, visible)
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            store(softmax.at[i], k, block, new if rows is None else jnp.where(rows, new, old))
 
-    def work(entry, angles):
-        causal, first, end = (reader.word(entry.others + i) for i in range(3))
-        blocks = lax.div(first, size), lax.div(end + size - 1, size)
-        cos, sin = factors(angles[0], shape.head_dim)
+    def work(tile):
+        slots, first, end = (reader.word(tile.others + i) for i in (1, 3, 4))
+        low, high = lax.div(first, size), lax.div(end + size - 1, size)
+        angles = reader.angle_ring.at[tile.stage]
 
-        @pl.loop(0, sizes.heads)
-        def _(k):
-            @pl.loop(*blocks)
-            def _(block):
-                store(queries, k, block, turned(load(q_ref, k, block), cos, sin))
+        def all_heads(begin, body):
+            count = high - begin  # of blocks: a window has two
 
-        def one(tile, left, stage):
-            here = causal - tile * TILE
-            # Blocks whose last row sees none of the tile are left out.
-            begin = jnp.maximum(blocks[0], lax.div(jnp.maximum(-here, 0), size))
-            is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
-            is_plain = is_whole & (left >= TILE) & (here + first >= TILE - 1)
+            @pl.loop(0, sizes.heads * count)
+            def _(i):
+                body(i >> (count - 1), begin + (i & (count - 1)))
 
-            def visible(block):
-                row = lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
-                seen = jnp.minimum(left, here + row + 1)
-                seen = jnp.where((row >= first) & (row < end), seen, 0)
-                return seen.reshape(group * size, LANES)
+        @pl.loop(0, tile.turns)
+        def _(i):
+            cos, sin = factors(angles[i], shape.head_dim)
 
-            def all_heads(slots, masked):
-                @pl.loop(0, sizes.heads)
-                def _(k):
-                    @pl.loop(begin, blocks[1])
-                    def _(block):
-                        attend_to(slots, k, block, stage, visible(block) if masked else None)
+            def turn(k, block):
+                q, other = (load(x, k, block).astype(jnp.float32) for x in (q_ref, across))
+                store(queries.at[i], k, block, q * cos + other * sin)
 
-            pl.when(is_plain)(lambda: all_heads(TILE, False))
-            for less, slots in zip((0, *WIDTHS), WIDTHS, strict=False):
-                fits = left > less if slots == TILE else (left > less) & (left <= slots)
-                pl.when(~is_plain & fits)(functools.partial(all_heads, slots, True))
+            all_heads(low, turn)
 
-        reader.tiles(entry, one)
+        # Slots that are attended to, and how many of them row 0 would see, less one.
+        seen, here = (reader.word(tile.others + 5 + i) for i in range(2))
+        # Blocks whose last row sees none of the tile are left out.
+        begin = jnp.maximum(low, lax.div(jnp.maximum(-here, 0), size))
 
-    reader.entries(first_ref[window + 1] - first_ref[window], work)
+        def rows_of_block(block):
+            return lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
+
+        def plain(k, block):
+            attend_to(tile, PREFILL_TILE, 1, k, block, None)
+
+        def documents(slots, pieces, k, block):
+            """What every row sees all of: other rows of the block are left as they are."""
+            row = rows_of_block(block).reshape(group * size, LANES)
+            visible = [reader.word(tile.others + 5 + 2 * i) for i in range(pieces)]
+            rows = (row >= first) & (row < end)
+            attend_to(tile, slots, pieces, k, block, visible, rows)
+
+        def causal(slots, k, block):
+            row = rows_of_block(block)
+            visible = jnp.where((row >= first) & (row < end), jnp.minimum(seen, here + row + 1), 0)
+            attend_to(tile, slots, 1, k, block, [visible.reshape(group * size, LANES)])
+
+        is_one, sees_all = slots == PREFILL_TILE, here + first >= seen - 1
+        is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
+        is_plain = is_one & is_whole & sees_all & (seen == PREFILL_TILE)
+        pl.when(is_plain)(lambda: all_heads(low, plain))
+        for less, most in zip((0, *WIDTHS), WIDTHS, strict=False):
+            fits = is_one & ~is_plain & (seen > less) & (seen <= most)
+            body = functools.partial(documents, most, 1)
+            pl.when(fits & sees_all)(functools.partial(all_heads, low, body))
+            body = functools.partial(causal, most)
+            pl.when(fits & ~sees_all)(functools.partial(all_heads, begin, body))
+        for pieces in PIECES:
+            body = functools.partial(documents, PREFILL_TILE, pieces)
+            is_cut = slots == PREFILL_TILE // pieces
+            pl.when(is_cut)(functools.partial(all_heads, low, body))
+
+    reader.tiles(first_ref[window + 1] - first_ref[window], work)
 
     @pl.when(window == windows - 1)
     def _():

@@ -1,8 +1,8 @@
 """Reads a work list and the pages it names, ahead of the work; inside a kernel.
 
-A kernel goes through the tiles of all entries in order. Numbers of the stream come into a ring in
-scalar memory, angles and tiles of pages into rings in vector memory, by asynchronous copies that
-are started as soon as there is room for them.
+A kernel goes through the tiles of a list in order. Numbers of the stream come into a ring in scalar
+memory, angles and tiles of pages into rings in vector memory, by asynchronous copies that are
+started as soon as there is room for them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,34 @@ _IN_FLIGHT = 2 * 2**20
 
 _MOST_TILES = 16
 
+AT_ONCE = 4
+"""Pages that are asked for one after the other without a loop."""
+
+_SILENCED = 32
+"""Slots that are silenced at once, in all heads."""
+
 
 class _At(enum.IntEnum):
-    """Where a kernel is: entry, tile, place in the rings and position in the stream.
+    """Where a kernel is: place in the rings and position in the stream.
 
-    ``NEXT`` is what is brought next, ``WORK`` what is worked on.
+    ``NEXT`` is the tile that is brought next, ``WORK`` the one that is worked on.
     """
 
-    NEXT_ENTRY = 0
-    NEXT_TILE = 1
-    NEXT_STAGE = 2
-    NEXT_POSITION = 3
-    WORK_ENTRY = 4
-    WORK_STAGE = 5
-    WORK_POSITION = 6
-    CHUNK = 7
+    NEXT_STAGE = 0
+    NEXT_POSITION = 1
+    WORK_STAGE = 2
+    WORK_POSITION = 3
+    CHUNK = 4
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Scalars of an entry; ``others`` is where the kernel's own numbers are in the stream."""
+class Tile:
+    """Scalars of a tile, and where its others, its rows, and its data in the rings are."""
 
-    length: Any
-    count: Any
+    turns: Any
     others: Any
+    rows: Any
+    stage: Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,12 @@ class Sizes:
     Attributes:
       page_size: slots of a page.
       tile: slots that a kernel attends to at once.
-      rows: the most turns of an entry.
+      turns: the most turns that come with a tile.
+      rows: the most rows that a record names.
+      others: numbers of a record that are the kernel's own; the third are the pieces in which
+        something must be silenced, the second the slots of a piece.
+      seen: where the others say how many slots of a piece are attended to, and the same of the
+        next piece.
       heads: KV heads that a core attends with at once.
       pools: arrays that the pages are in.
       dtype: of the pages.
@@ -66,7 +75,10 @@ class Sizes:
 
     page_size: int
     tile: int
+    turns: int
     rows: int
+    others: int
+    seen: tuple[int, int]
     heads: int
     pools: int
     dtype: Any
@@ -78,15 +90,45 @@ class Sizes:
 
     @property
     def depth(self) -> int:
-        """Tiles of the ring: one is worked on while the others come."""
-        return 1 + min(_MOST_TILES, max(1, _IN_FLIGHT // self.tile_bytes))
+        """Tiles of the ring: one is worked on while the others come.
+
+        The numbers of all of them are in scalar memory, where three chunks are kept.
+        """
+        within = min(_MOST_TILES, CHUNK // self.most_words - 2)
+        return 1 + min(within, max(1, _IN_FLIGHT // self.tile_bytes))
+
+    @property
+    def places(self) -> int:
+        """Pages of a tile."""
+        return self.tile // self.page_size
+
+    @property
+    def pieces(self) -> int:
+        """The most pieces of a tile."""
+        first, step = self.seen
+        return (self.others - first) // step
+
+    @property
+    def silenced(self) -> int:
+        """Slots that are silenced at once."""
+        return min(_SILENCED, self.page_size)
+
+    @property
+    def fixed_words(self) -> int:
+        """Numbers of a record before the turns."""
+        return HEADER + self.others + self.places
+
+    @property
+    def most_words(self) -> int:
+        """The most numbers of a record."""
+        return self.fixed_words + self.turns + self.rows
 
     def scratch(self) -> list[Any]:
         """What a kernel has to allocate for a reader."""
-        ring = pltpu.VMEM((self.depth, self.heads, self.tile, LANES), self.dtype)
+        ring = pltpu.VMEM((self.depth, self.places, self.heads, self.page_size, LANES), self.dtype)
         return [
             [ring] * self.pools,
-            pltpu.VMEM((self.depth, self.rows, 1, LANES), jnp.float32),
+            pltpu.VMEM((self.depth, self.turns, 1, LANES), jnp.float32),
             pltpu.SMEM((_CHUNKS * CHUNK,), jnp.int32),
             pltpu.SMEM((len(_At),), jnp.int32),
             pltpu.SemaphoreType.DMA((self.depth,)),
@@ -100,7 +142,6 @@ class Reader:
     """The stream, angles and arrays of pages of a kernel, and what ``Sizes.scratch`` allocated."""
 
     sizes: Sizes
-    num_entries: Any
     heads: Any
     stream: Any
     angles: Any
@@ -114,10 +155,17 @@ class Reader:
     chunk_sems: Any
 
     def start(self):
-        """Starts with the first entry."""
+        """Starts with the first tile."""
         for i in range(len(_At)):
             self.at[i] = 0
         self._chunk(0).start()
+        # Where no page comes nothing is written: it must not be NaN, which a weight of 0 keeps.
+        values = self.rings[-1]
+
+        @pl.loop(0, self.sizes.depth)
+        def _(stage):
+            values[stage] = jnp.zeros(values.shape[1:], values.dtype)
+
         self._chunk(0).wait()
         self._chunk(1).start()
 
@@ -126,96 +174,117 @@ class Reader:
             self.bring_next()
 
     def stop(self):
-        """Waits for what is on its way after the last entry."""
+        """Waits for what is on its way after the last tile."""
         self._chunk(self.at[_At.CHUNK] + 1).wait()
 
     def word(self, position):
         """A number of the stream."""
-        return self.words[lax.rem(position, _CHUNKS * CHUNK)]
+        return self.words[position & (_CHUNKS * CHUNK - 1)]
+
+    def peek(self):
+        """The tile that is worked on next, of which only the numbers are there."""
+        position = self.at[_At.WORK_POSITION]
+        turns, rows = self.word(position + 2), position + self.sizes.fixed_words
+        return Tile(turns, position + HEADER, rows + turns, self.at[_At.WORK_STAGE])
+
+    def keys_and_values(self, tile, head, slots):
+        """The first slots of a tile, ``[slots, 128]`` each."""
+        pages = pl.ds(0, max(1, slots // self.sizes.page_size))
+        found = (ring[tile.stage, pages, head] for ring in (self.rings[0], self.rings[-1]))
+        return (x.reshape(-1, LANES)[:slots] for x in found)
 
     def bring_next(self):
-        """Starts to bring one more tile, if there is one; its place in the ring must be free."""
-        entry, tile, stage = (self.at[i] for i in (_At.NEXT_ENTRY, _At.NEXT_TILE, _At.NEXT_STAGE))
+        """Starts to bring one more tile, if there is one; its place in the rings must be free."""
+        sizes, position, stage = self.sizes, self.at[_At.NEXT_POSITION], self.at[_At.NEXT_STAGE]
+        self._bring_words(position + sizes.most_words)
+        size, pages, turns = (self.word(position + i) for i in range(HEADER))
 
-        @pl.when(entry < self.num_entries)
+        @pl.when(size > 0)
         def _():
-            position = self.at[_At.NEXT_POSITION]
-            self._bring_words(position + HEADER)
-            length, count, before = (self.word(position + i) for i in range(HEADER))
-            first = position + before + tile * (self.sizes.tile // self.sizes.page_size)
-            pages = self._pages(length, tile)
-            self._bring_words(first + pages)
-
-            @pl.when(tile == 0)
-            def _():
-                @pl.loop(0, count)
-                def _(row):
-                    self._angles(self.word(position + HEADER + row), entry, row).start()
-
-            @pl.loop(0, pages)
-            def _(box):
-                for copy in self._copies(self.word(first + box), stage, box):
-                    copy.start()
-
-            is_last = (tile + 1) * self.sizes.tile >= length
-            self.at[_At.NEXT_ENTRY] = jnp.where(is_last, entry + 1, entry)
-            self.at[_At.NEXT_TILE] = jnp.where(is_last, 0, tile + 1)
-            self.at[_At.NEXT_STAGE] = self._after(stage)
-            self.at[_At.NEXT_POSITION] = jnp.where(is_last, first + pages, position)
-
-    def entries(self, count, work):
-        """Calls ``work(entry, angles)`` for so many entries.
-
-        ``work`` has to go through ``tiles(entry)``. ``angles`` are those of the entry's turns.
-        """
-
-        @pl.loop(0, count)
-        def _(_entry):
-            position, number = self.at[_At.WORK_POSITION], self.at[_At.WORK_ENTRY]
-            length, turns, before = (self.word(position + i) for i in range(HEADER))
-            self.at[_At.WORK_POSITION] = (
-                position + before + self._div_up(length, self.sizes.page_size)
-            )
-            self.at[_At.WORK_ENTRY] = number + 1
+            first = position + HEADER + sizes.others
 
             @pl.loop(0, turns)
-            def _(row):
-                self._angles(0, number, row).wait()
+            def _(turn):
+                index = self.word(position + sizes.fixed_words + turn)
+                self._angles(index, stage, turn).start()
 
-            place = lax.rem(number, self.sizes.depth)
-            work(Entry(length, turns, position + HEADER + turns), self.angle_ring.at[place])
+            step = min(sizes.places, AT_ONCE)
 
-    def tiles(self, entry, work):
-        """Calls ``work(tile, left, stage)`` for every tile of an entry.
-
-        ``left`` are the slots of the run from the tile on, ``stage`` its place in the rings.
-        """
-
-        @pl.loop(0, self._div_up(entry.length, self.sizes.tile))
-        def _(tile):
-            stage = self.at[_At.WORK_STAGE]
-            self.at[_At.WORK_STAGE] = self._after(stage)
-            self.bring_next()
-            left = entry.length - tile * self.sizes.tile
-
-            @pl.loop(0, self._pages(entry.length, tile))
-            def _(box):
-                for copy in self._copies(0, stage, box):
-                    copy.wait()
-
-            @pl.when(left < self.sizes.tile)
+            @pl.when(pages == sizes.places)
             def _():
-                self._silence(left, stage)
+                @pl.loop(0, sizes.places, step=step)
+                def _(place):
+                    for i in range(step):
+                        self._bring(self.word(first + place + i), stage, place + i)
 
-            work(tile, left, stage)
+            @pl.when(pages < sizes.places)
+            def _():
+                @pl.loop(0, sizes.places)
+                def _(place):
+                    page = self.word(first + place)
 
-    def _silence(self, left, stage):
+                    @pl.when(page >= 0)
+                    def _():
+                        self._bring(page, stage, place)
+
+            self.at[_At.NEXT_STAGE] = self._after(stage)
+            self.at[_At.NEXT_POSITION] = position + size
+
+    def tiles(self, count, work):
+        """Calls ``work(tile)`` for so many tiles, whose pages and angles are there."""
+        sizes = self.sizes
+
+        @pl.loop(0, count)
+        def _(_tile):
+            tile, position = self.peek(), self.at[_At.WORK_POSITION]
+            size, pages = self.word(position), self.word(position + 1)
+            self.at[_At.WORK_POSITION] = position + size
+            self.at[_At.WORK_STAGE] = self._after(tile.stage)
+            self.bring_next()
+
+            @pl.loop(0, tile.turns)
+            def _(turn):
+                self._angles(0, tile.stage, turn).wait()
+
+            @pl.when(pages == sizes.places)
+            def _():
+                for ring in self.rings:
+                    self._arrival(ring.at[tile.stage], tile.stage).wait()
+
+            @pl.when(pages < sizes.places)
+            def _():
+                @pl.loop(0, pages)
+                def _(_page):
+                    for ring in self.rings:
+                        self._arrival(ring.at[tile.stage, 0], tile.stage).wait()
+
+            self._silence(tile)
+            work(tile)
+
+    def _silence(self, tile):
         # A weight of 0 does not silence a NaN left in a slot past the run.
-        @pl.loop(0, self.sizes.heads)
-        def _(head):
-            values = self.rings[-1].at[stage, head]
-            slot = lax.broadcasted_iota(jnp.int32, values.shape, 0)
-            values[...] = jnp.where(slot < left, values[...], jnp.zeros(values.shape, values.dtype))
+        sizes, values = self.sizes, self.rings[-1]
+        some = sizes.silenced
+        shape, shift = (some, LANES), some.bit_length() - 1
+
+        @pl.when(self.word(tile.others + 2) > 0)
+        def _():
+            pieces = []
+            for piece in range(sizes.pieces):
+                start = piece * self.word(tile.others + 1)
+                seen = self.word(tile.others + sizes.seen[0] + piece * sizes.seen[1])
+                end = (seen + sizes.page_size - 1) & -sizes.page_size
+                place = (start + seen) >> (sizes.page_size.bit_length() - 1)
+                pieces.append((seen, end, place))
+            for seen, end, place in pieces:
+
+                @pl.loop(seen >> shift, end >> shift)
+                def _(i, seen=seen, place=place):
+                    at = pl.multiple_of((i * some) & (sizes.page_size - 1), some)
+                    is_seen = lax.broadcasted_iota(jnp.int32, shape, 0) < seen - i * some
+                    for head in range(sizes.heads):
+                        few = values.at[tile.stage, place, head, pl.ds(at, some)]
+                        few[...] = jnp.where(is_seen, few[...], jnp.zeros(shape, values.dtype))
 
     def _bring_words(self, end):
         """Has the stream up to a position in scalar memory."""
@@ -228,37 +297,27 @@ class Reader:
             self.at[_At.CHUNK] = chunk + 1
 
     def _chunk(self, chunk):
-        place = lax.rem(chunk, _CHUNKS)
+        place = chunk & (_CHUNKS - 1)
         return pltpu.make_async_copy(
             self.stream.at[pl.ds(chunk * CHUNK, CHUNK)],
             self.words.at[pl.ds(place * CHUNK, CHUNK)],
-            self.chunk_sems.at[lax.rem(chunk, 2)],
+            self.chunk_sems.at[chunk & 1],
         )
 
-    def _angles(self, turn, entry, row):
-        place = lax.rem(entry, self.sizes.depth)
+    def _angles(self, index, stage, turn):
         return pltpu.make_async_copy(
-            self.angles.at[turn], self.angle_ring.at[place, row], self.angle_sems.at[place]
+            self.angles.at[index], self.angle_ring.at[stage, turn], self.angle_sems.at[stage]
         )
 
-    def _copies(self, page, stage, box):
-        size = self.sizes.page_size
-        at = pl.ds(pl.multiple_of(box * size, size), size)
-        return [
+    def _bring(self, page, stage, place):
+        for pool, ring in zip(self.pools, self.rings, strict=True):
             pltpu.make_async_copy(
-                pool.at[page, self.heads], ring.at[stage, :, at], self.page_sems.at[stage]
-            )
-            for pool, ring in zip(self.pools, self.rings, strict=True)
-        ]
+                pool.at[page, self.heads], ring.at[stage, place], self.page_sems.at[stage]
+            ).start()
 
-    def _pages(self, length, tile):
-        """Pages of a tile of a run."""
-        left = jnp.minimum(length - tile * self.sizes.tile, self.sizes.tile)
-        return self._div_up(left, self.sizes.page_size)
+    def _arrival(self, data, stage):
+        """To wait for as many bytes as ``data`` has."""
+        return pltpu.make_async_copy(data, data, self.page_sems.at[stage])
 
     def _after(self, stage):
         return jnp.where(stage == self.sizes.depth - 1, 0, stage + 1)
-
-    @staticmethod
-    def _div_up(x, y):
-        return lax.div(x + y - 1, y)

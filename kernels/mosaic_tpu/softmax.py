@@ -11,37 +11,44 @@ LOWEST = -1e30
 """Stands for minus infinity where a difference of two is taken."""
 
 
-def attend(q, keys, values, state, visible):
+def attend(queries, keys, values, state, visible):
     """Online softmax (arXiv 1805.02867), in powers of two.
 
     Args:
-      q: turned and scaled queries ``[R, 128]``.
-      keys: of the tile ``[n, 128]``, ``n`` a multiple of 128.
+      queries: turned and scaled, ``[R, 128]``, for each piece of the tile.
+      keys: of the tile ``[n, 128]``; the slots of a piece are a multiple of 128.
       values: of the tile.
       state: largest score and sum of weights, each in all elements of its row, and weighted
         values: ``[R, 128]``, float32.
-      visible: slots that every row sees, a number or ``[R, 128]``; none if it is all of them.
+      visible: for each piece the slots that every row sees, a number or ``[R, 128]``; none if it is
+        all of them.
 
     Returns:
       The new state.
     """
     top, total, out = state
     # bfloat16 products are exact in float32; float32 inputs must not be rounded.
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    s = lax.dot_general(
-        q,
-        keys,
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    columns = s.shape[1] // LANES
-    if visible is not None:
-        if hasattr(visible, "shape") and visible.shape:
-            visible = jnp.tile(visible, (1, columns))
-        s = jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 1) < visible, s, LOWEST)
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+    slots = len(keys) // len(queries)
+    columns = slots // LANES
+    scores = []
+    for i, q in enumerate(queries):
+        s = lax.dot_general(
+            q,
+            keys[i * slots : (i + 1) * slots],
+            (((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        if visible is not None:
+            seen = visible[i]
+            if hasattr(seen, "shape") and seen.shape:
+                seen = jnp.tile(seen, (1, columns))
+            s = jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 1) < seen, s, LOWEST)
+        scores.append(s)
+    s = jnp.concatenate(scores, 1)
     above = jnp.maximum(top, s.max(1, keepdims=True))
-    p = jnp.exp2(s - jnp.tile(above, (1, columns)))
+    p = jnp.exp2(s - jnp.tile(above, (1, s.shape[1] // LANES)))
     keep = jnp.exp2(top - above)
     o = jnp.dot(
         p.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32

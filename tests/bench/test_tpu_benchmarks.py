@@ -57,11 +57,12 @@ def test_cycles_of_a_kernel():
 @pytest.mark.parametrize(
     ("name", "rows", "blocks", "requests", "tiles"),
     [
-        ("D2", 1, 8, 8, 8 * 10),  # 5120 slots a request
-        ("P1", 64, 8, 8, 8 * 11),  # 64 more
-        ("P1", 32, 16, 16, 16 * 11),
-        ("P4", 64, 64, 64, 64 * 11),
-        ("E2", 64, 128, 128, 128 * 16),  # also the slots that no row sees
+        ("D2", 1, 8, 8, 8 * 5),  # 5120 slots a request, 1024 at once
+        ("S3", 1, 256, 256, 256 * 5),  # 2560: 512 at once
+        ("P1", 64, 8, 8, 8 * 6),  # 5184
+        ("P1", 32, 16, 16, 16 * 6),
+        ("P4", 64, 64, 64, 64 * 6),
+        ("E2", 64, 128, 128, 128 * 8),  # also the slots that no row sees
     ],
 )
 def test_trips_of_the_anchor(monkeypatch, name, rows, blocks, requests, tiles):
@@ -69,7 +70,7 @@ def test_trips_of_the_anchor(monkeypatch, name, rows, blocks, requests, tiles):
     monkeypatch.setattr(tpu_anchor.pltpu, "get_tpu_info", lambda: info)
     monkeypatch.setattr(tpu_anchor, "PREFILL_ROWS", (rows,))
     [case] = [case for case in CASES if case.name == name]
-    [anchor] = tpu_anchor.anchors(case, HEADLINE)
+    anchor = tpu_anchor.anchors(case, HEADLINE)[0]
     [outer] = anchor.loops
     [middle] = outer.inner
     [inner] = middle.inner
@@ -89,8 +90,8 @@ def test_a_failed_kernel_costs_its_row_only():
 def test_aot_fails_if_a_kernel_does(monkeypatch, is_good):
     asked = []
 
-    def compile_all(generation, names, quick, console):
-        asked.append((generation, list(names), quick))
+    def compile_all(generation, names, quick, json, console):
+        asked.append((generation, list(names), quick, json))
         return is_good
 
     monkeypatch.setattr(kernels.tpu_kernels, "compile_all", compile_all)
@@ -103,12 +104,12 @@ def test_aot_fails_if_a_kernel_does(monkeypatch, is_good):
         with pytest.raises(SystemExit) as stopped:
             command.main()
         assert stopped.value.code == 1
-    assert asked == [("v6e", ["D1"], True)]
+    assert asked == [("v6e", ["D1"], True, None)]
 
 
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("prefill", "bucket"), [(False, 16), (True, 4096)])
 @needs_libtpu
-def test_the_pool_is_updated_in_place(prefill):
+def test_the_pool_is_updated_in_place(prefill, bucket):
     """A whole step of an engine: had the pool to be copied, no large one would fit."""
     config = replace(NAMED_SHAPES["llama3-1b"], num_layers=2, vocab_size=1024)
     limits = Limits(
@@ -116,17 +117,16 @@ def test_the_pool_is_updated_in_place(prefill):
         num_pages=2000,
         max_model_len=2048,
         max_num_seqs=16,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=4096,
         max_documents=16,
     )
-    options = {"prefill": prefill, "bucket": 256 if prefill else 16}
-    program, _ = tpu_steps.compile_step("v5e", config, limits, **options)
+    program, _ = tpu_steps.compile_step("v5e", config, limits, prefill=prefill, bucket=bucket)
     assert len(kernels_of(program)) == config.num_layers
     pool = 2 * 2000 * 64 * 2 * 8 * 64 * 2
-    memory = program.memory_analysis()
-    assert pool > 400 << 20
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 8
+    assert program.memory_analysis().alias_size_in_bytes >= pool
+    # Nor is any layer's part of it laid out in another way and back.
+    assert "bf16[2000,8,64,128]" in program.as_text()
+    assert not re.search(r"= bf16\[2000,\S+ copy\(", program.as_text())
 
 
 def test_the_pool_has_its_share_of_what_weights_leave():

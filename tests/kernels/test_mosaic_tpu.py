@@ -26,7 +26,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lazyattn_jax.kernels.mosaic_tpu import decode, prefill, reader, stream
 from lazyattn_jax.kernels.mosaic_tpu.attention import lazy_attention
-from lazyattn_jax.kernels.mosaic_tpu.plan import plan_decode, plan_prefill
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    DECODE_OTHERS,
+    DECODE_TILE,
+    PREFILL_OTHERS,
+    PREFILL_TILE,
+    plan_decode,
+    plan_prefill,
+)
+from lazyattn_jax.kernels.mosaic_tpu.stream import records
 from lazyattn_jax.kernels.work import Turns
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
@@ -103,7 +111,11 @@ def test_decode_float32(name):
 def test_decode_reads_a_shared_run_once():
     case = decode_case(0, **DECODE["shared"])
     together, apart = (decode_work(case, share=share) for share in (True, False))
-    assert (int(together.num_entries[0]), int(apart.num_entries[0])) == (3, 5)
+    read = [
+        sum((r.pages >= 0).sum() for r in records(work.stream, DECODE_OTHERS, DECODE_TILE // 64))
+        for work in (together, apart)
+    ]
+    assert read == [5 + 2 + 1, 3 * 5 + 2 + 1]
     check_decode(case, apart)
 
 
@@ -115,14 +127,14 @@ def test_random_decode(head_dim, page_size):
 
 def test_decode_goes_on_in_the_next_chunks_of_a_long_work_list(monkeypatch):
     """Through all the rings more than once; chunks are small, so that few entries take several."""
-    monkeypatch.setattr(stream, "CHUNK", 128)
-    monkeypatch.setattr(reader, "CHUNK", 128)
+    monkeypatch.setattr(stream, "CHUNK", 256)
+    monkeypatch.setattr(reader, "CHUNK", 256)
     rng = np.random.default_rng(0)
     holds = [sorted(rng.choice(14, 12, replace=False).tolist()) for _ in range(10)]
     lengths = [1 + 20 * i for i in range(14)]
     case = decode_case(6, holds, lengths, head_dim=64, page_size=256, group=1)
     work = decode_work(case, share=False)
-    assert work.stream.shape == ((6 + 2) * 128,)
+    assert work.stream.shape == ((7 + 2) * 256,)
     check_decode(case, work)
 
 
@@ -149,7 +161,32 @@ def test_prefill_over_windows_and_tiles():
     requests = [(150, 700, [(1100, 0), (520, 100)]), (90, 0, [(600, 3)])]
     case = prefill_case(2, requests, padding=30)
     work = prefill_work(case)
-    assert np.diff(work.first_entry).tolist() == [3, 5, 0]
+    assert np.diff(work.first_tile).tolist() == [2 + 3 + 2, 2 + 3 + 2 + 1 + 2, 0]
+    check_prefill(case, work)
+
+
+SHORT = [100, 128, 40, 1, 64, 90, 200, 17, 129]
+
+
+def test_decode_over_short_documents():
+    """Two to a tile, also in one tile of an odd number; some of them are shared."""
+    case = decode_case(4, [[*range(9)], [2, 3], [3, 9, 10, 11]], [*SHORT, 300, 50, 60])
+    work = decode_work(case)
+    found = list(records(work.stream, DECODE_OTHERS, DECODE_TILE // 64))
+    assert [len(r.turns) for r in found if r.others[1] == DECODE_TILE // 2] == [2, 2, 2]
+    check_decode(case, work)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_prefill_over_short_documents(page_size):
+    """Two or four to a tile, seen by rows that begin and end within blocks."""
+    documents = [(length, 0) for length in SHORT]
+    requests = [(30, 0, documents), (70, 20, [*documents[:6], (100, 10)]), (20, 0, [])]
+    case = prefill_case(4, requests, page_size=page_size)
+    work = prefill_work(case)
+    found = list(records(work.stream, PREFILL_OTHERS, PREFILL_TILE // page_size))
+    pieces = [PREFILL_TILE // r.others[1] for r in found]
+    assert (pieces.count(2), pieces.count(4)) == (1, 4)
     check_prefill(case, work)
 
 
@@ -164,7 +201,7 @@ def test_heads_are_divided_between_cores(kind, monkeypatch):
         check_decode(case, decode_work(case), interpret=interpret)
     else:
         case = prefill_case(3, [(140, 10, [(600, 0)])], kv_heads=4, group=8)
-        assert len(prefill_work(case).first_entry) > 2
+        assert len(prefill_work(case).first_tile) > 2
         check_prefill(case, prefill_work(case), interpret=interpret)
 
 

@@ -7,9 +7,16 @@ import pytest
 
 from lazyattn_jax.kernels.model_shapes import decode_step, prefill_step
 from lazyattn_jax.kernels.mosaic_tpu import decode, loops, prefill
-from lazyattn_jax.kernels.mosaic_tpu.plan import block_rows, plan_decode, plan_prefill
+from lazyattn_jax.kernels.mosaic_tpu.plan import (
+    PREFILL_OTHERS,
+    PREFILL_TILE,
+    block_rows,
+    plan_decode,
+    plan_prefill,
+)
 from lazyattn_jax.kernels.mosaic_tpu.schedule import Loop, Part, cycles, parse
 from lazyattn_jax.kernels.mosaic_tpu.stream import records
+from lazyattn_jax.kernels.work import References, Runs
 
 # A loop of bundles 1 to 13; in it a load of numbers that may be skipped (4), and a loop (8 to 10)
 # that is skipped where it has no trips. One delay slot.
@@ -85,16 +92,37 @@ def test_decode_trips(page_size):
     shape = shape_of(decode, 20, 8, 2, 128, page_size)
     found = loops.decode_loops(shape, 1, work)
     # Three documents of 512, two entries of 10 rows each; 20 tails of 100, a row each.
-    pages = 6 * 512 // page_size + 20 * -(-100 // page_size)
-    assert trips(found, "pages to bring") == trips(found, "pages to wait for") == pages
+    places, pages = 256 // page_size, -(-100 // page_size)
     assert trips(found, "turns to bring") == trips(found, "results to add") == 20 * 4
+    assert trips(found, "queries to turn") == 20 * 4
     assert trips(found, "entries") == 26
     assert trips(found, "tiles of 16 rows") == 6 * 2
-    assert trips(found, "tiles of 4 rows") == 0
+    assert trips(found, "tiles of 4 rows") == trips(found, "tiles in 2 pieces") == 0
     assert trips(found, "tiles of 1 rows") == 20
-    assert trips(found, "heads to silence") == 20 * 2
+    # The tiles of documents are full and wait once; those of tails are not.
+    assert trips(found, "pages to bring") == (6 * 2 * 4 if page_size == 16 else 0)
+    assert trips(found, "pages to bring, if any") == 20 * places
+    assert trips(found, "pages to wait for") == 20 * pages
+    # Slots 100 to 111, or to 127: 32 at once, or a page of 16.
+    assert trips(found, "slots to silence") == 20
     twice = loops.decode_loops(shape, 2, work)
-    assert trips(twice, "pages to bring") == 2 * pages
+    assert trips(twice, "entries") == 2 * 26
+
+
+def test_decode_trips_over_short_documents():
+    """One request of five documents of 100: two tiles of two, and one of one."""
+    runs = Runs(np.arange(10), 2 * np.arange(5), np.full(5, 100))
+    zeros = np.zeros(5, int)
+    references = References(zeros, zeros + 1, np.arange(5), zeros, zeros + 100)
+    work = plan_decode(references, runs, page_size=64)
+    found = loops.decode_loops(shape_of(decode, 1, 8, 2, 128, 64), 1, work)
+    assert trips(found, "entries") == 2
+    assert trips(found, "tiles in 2 pieces") == 2
+    assert trips(found, "tiles of 1 rows") == 1
+    assert trips(found, "turns to bring") == 5
+    assert trips(found, "queries to turn") == 1  # without a loop in the others
+    assert trips(found, "pages to bring, if any") == 4
+    assert trips(found, "slots to silence") == 5
 
 
 def test_prefill_trips():
@@ -102,28 +130,38 @@ def test_prefill_trips():
     work = plan_prefill(references, runs, num_rows=512, page_size=64, group=4)
     shape = shape_of(prefill, 512, 8, 2, 128, 64)
     found = loops.prefill_loops(shape, 1, work)
-    size, tile, seen = block_rows(4), prefill.TILE, {128: 0, 256: 0, 512: 0, "whole": 0}
-    pages = 0
-    for length, _, (causal, first, end), held in records(work.stream, work.first_entry[-1], 64):
-        pages += len(held)
-        for at in range(0, length, tile):
-            left = length - at
-            rows = {
-                row
-                for row in range(first // size * size, -(-end // size) * size)
-                if causal + row >= at
-            }
-            full = first % size == end % size == 0 and left >= tile
-            if full and causal + first >= at + tile - 1:
-                kind = "whole"
-            else:
-                kind = min(slots for slots in (128, 256, 512) if slots >= min(left, tile))
-            seen[kind] += len({row // size for row in rows})
-    assert seen["whole"] > 0
-    assert seen[512] > 0
-    assert seen[128] + seen[256] > 0
+    size, tile, seen = block_rows(4), PREFILL_TILE, dict.fromkeys(KINDS, 0)
+    turned = 0
+    for record in records(work.stream, PREFILL_OTHERS, tile // 64):
+        used, slots, _, first, end, left, causal = record.others[:7]
+        rows = {
+            row
+            for row in range(first // size * size, -(-end // size) * size)
+            if causal + row >= 0 or used > 1
+        }
+        blocks = len({row // size for row in rows})
+        turned += len(record.turns) * len({row // size for row in range(first, end)})
+        sees_all = causal + first + 1 >= left
+        if slots < tile:
+            kind = f"tiles in {tile // slots} pieces"
+        elif sees_all and first % size == end % size == 0 and left == tile:
+            kind = "whole tiles"
+        else:
+            width = min(slots for slots in (128, 256, 512) if slots >= left)
+            kind = f"{'' if sees_all else 'causal '}tiles of {width} slots"
+        seen[kind] += blocks
+    assert seen["whole tiles"] > 0
+    assert seen["tiles of 512 slots"] > 0
+    assert seen["causal tiles of 128 slots"] + seen["causal tiles of 256 slots"] > 0
     for kind, blocks in seen.items():
-        name = f"tiles of {kind} slots" if kind != "whole" else "whole tiles"
-        assert trips(found, f"{name}, blocks") == 2 * blocks
-    assert trips(found, "pages to bring") == trips(found, "pages to wait for") == pages
+        assert trips(found, kind) == 2 * blocks
+    assert trips(found, "queries to turn") == 2 * turned
     assert trips(found, "windows") == 4
+
+
+KINDS = (
+    "whole tiles",
+    *(f"{kind}tiles of {slots} slots" for kind in ("", "causal ") for slots in (128, 256, 512)),
+    "tiles in 2 pieces",
+    "tiles in 4 pieces",
+)
