@@ -11,6 +11,9 @@ from lazyattn_jax.kernels.mosaic_gpu.lists import HopperLists
 from lazyattn_jax.kernels.mosaic_tpu.lists import TpuLists
 from lazyattn_jax.kernels.work import WorkLists
 
+_FULL_ROWS = 512
+"""Rows of a step from which on its time grows with them, not with the weights that are read."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -94,6 +97,17 @@ class Limits:
     def max_prefill(self) -> int:
         """Tokens of the largest prefill step, padding included."""
         return max(BLOCK_ROWS, self.max_num_batched_tokens)
+
+    def worth_computing(self, tokens: int) -> int:
+        """How many of so many tokens to compute in one prefill step.
+
+        Padding takes as long as tokens do. Where it would be more than a quarter of the step, what
+        fills the next smaller one is computed, and the rest in the next step, with what has come by
+        then. Steps smaller than that take as long whether they are full or not.
+        """
+        smaller = [b for b in self.prefill_buckets if _FULL_ROWS <= b <= tokens]
+        padded = next(b for b in self.prefill_buckets if b >= tokens)
+        return smaller[-1] if smaller and 4 * tokens < 3 * padded else tokens
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

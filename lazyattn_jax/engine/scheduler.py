@@ -273,9 +273,14 @@ class Scheduler:
 
     def schedule_prefill(self) -> list[Chunk]:
         """Chunks for one prefill step, oldest request first, within the step's capacities."""
+        chunks = self._chunks(self.limits.max_num_batched_tokens)
+        count = sum(chunk.count for chunk in chunks)
+        worth = self.limits.worth_computing(count)
+        return chunks if worth == count else self._chunks(worth)
+
+    def _chunks(self, tokens: int) -> list[Chunk]:
         limits = self.limits
         bucket = limits.prefill_buckets[-1]
-        tokens = limits.max_num_batched_tokens
         items, samples = limits.prefill_items(bucket), limits.prefill_samples(bucket)
         turns = limits.turns(True, bucket) - 1
         chunks: list[Chunk] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -153,6 +155,28 @@ def test_a_large_request_is_not_overtaken():
     scheduler.finish(first)
     scheduler.admit()
     assert scheduler.active == [large, small]
+
+
+def test_prefill_steps_are_not_padded_by_more_than_a_quarter():
+    """Where their time grows with their tokens: what is over is computed in the next step."""
+    limits = replace(LIMITS, num_pages=400, max_model_len=3000, max_num_batched_tokens=2000)
+    limits = replace(limits, given_prefill_buckets=(64, 512, 1024, 2000))
+
+    def steps(tokens: int) -> list[int]:
+        scheduler, _ = chunk_request(limits, range(tokens))
+        scheduler.admit()
+        found = []
+        while chunks := scheduler.schedule_prefill():
+            found.append(sum(chunk.count for chunk in chunks))
+            scheduler.finish_prefill(chunks)
+        return found
+
+    assert steps(100) == [100]  # a step of 512 takes no longer with 100 tokens than with 64
+    assert steps(767) == [512, 255]
+    assert steps(768) == [768]
+    assert steps(1499) == [1024, 475]
+    assert steps(1500) == [1500]
+    assert steps(2600) == [2000, 512, 88]
 
 
 def test_decode_shares_a_document_between_requests():
