@@ -124,8 +124,9 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--eviction",
         choices=tuple(POLICIES),
         default=defaults.eviction,
-        help="which documents and texts go first when the pool is full: gdsf weighs how often they "
-        "were used and what they cost, lru goes by the last use (default: %(default)s)",
+        help="which documents and texts go first when the pool is full: lfu and gdsf weigh how "
+        "often they were used and what they cost, lfu also before they went last; lru goes by the "
+        "last use (default: %(default)s)",
     )
     add(
         "--share-reads",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyattn_jax.bench.eviction import Trace, hit_rate, zipf
-from lazyattn_jax.cache.eviction import POLICIES, GreedyDual, LeastRecentlyUsed
+from lazyattn_jax.cache.eviction import (
+    POLICIES,
+    GreedyDual,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+)
 from lazyattn_jax.cache.segments import Segment
+from lazyattn_jax.engine.config import EngineConfig
 
 
 def segment(name: int, pages: int = 1, tokens: int = 16, uses: int = 1) -> Segment:
@@ -50,13 +57,69 @@ def test_what_was_used_often_long_ago_goes_in_the_end():
     assert i == 50
 
 
+def test_a_count_outlives_eviction_for_documents_only():
+    """Three uses, evicted, and one more: that is four. A page of text starts again."""
+    policy = LeastFrequentlyUsed()
+    for part in (segment(0, uses=3), replace(segment(1, uses=3), is_document=False)):
+        policy.add(part)
+    assert take_all(policy, 2) == [0, 1]
+    back = segment(0, uses=1), replace(segment(1, uses=1), is_document=False)
+    for part in (*back, segment(2, uses=3), segment(3, uses=2)):
+        policy.add(part)
+    assert take_all(policy, 4) == [1, 3, 2, 0]
+
+
+def test_counts_of_the_latest_evicted_are_kept():
+    class Short(LeastFrequentlyUsed):
+        MEMORY = 1
+
+    policy = Short()
+    for i in range(65):  # of as many as it remembers at least, and one more
+        policy.add(segment(i, uses=5))
+        take_all(policy, 1)
+    for i in (0, 1, 100):
+        policy.add(segment(i, uses=1))
+    assert take_all(policy, 3) == [0, 100, 1]
+
+
+def test_counts_are_halved_in_time():
+    """An old favourite, 63 other additions, and one that is used five times since."""
+
+    class Soon(LeastFrequentlyUsed):
+        PERIOD = 1
+
+    for uses, last in ((8, [0, 100]), (12, [100, 0])):
+        policy = Soon()
+        policy.add(segment(0, uses=uses))
+        for i in range(1, 64):
+            policy.add(segment(i))
+        policy.add(segment(100, uses=5))
+        assert take_all(policy, 65)[-2:] == last
+
+
+def test_uses_are_counted_once():
+    """Filed again after each use, and given up in between without being evicted."""
+    policy, often, seldom = LeastFrequentlyUsed(), segment(0), segment(1, uses=4)
+    policy.add(seldom)
+    for uses in (1, 2, 3):
+        often.uses = uses
+        policy.add(often)
+        policy.remove(often)
+    policy.add(often)
+    policy.add(segment(2, uses=3))
+    assert take_all(policy, 3) == [0, 2, 1]
+    assert not policy._counts
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(["gdsf", "lru"]))
+@given(st.integers(0, 10**6), st.sampled_from(["lfu", "gdsf", "lru"]))
 def test_any_order_of_events_follows_the_rule(seed, name):
     """Against a list that is searched through each time."""
     rng, policy = random.Random(seed), POLICIES[name]()
     held: dict[int, tuple[float, int, Segment]] = {}
+    uses: dict[int, int] = {}
     clock, number = 0.0, 0
+    evicted: dict[int, int] = {}
     for _ in range(300):
         what = rng.random()
         if what < 0.6:
@@ -65,16 +128,20 @@ def test_any_order_of_events_follows_the_rule(seed, name):
                 policy.remove(held.pop(i)[2])
             part = segment(i, rng.randrange(1, 5), rng.randrange(1, 64), rng.randrange(4))
             policy.add(part)
-            worth = max(1, part.uses) * part.num_tokens / len(part.pages)
-            held[i] = (clock + worth if name == "gdsf" else 0, number, part)
+            uses[i] = part.uses + (evicted.pop(i, 0) if name == "lfu" else 0)
+            worth = max(1, uses[i]) * part.num_tokens / len(part.pages)
+            held[i] = (0 if name == "lru" else clock + worth, number, part)
             number += 1
         elif held and what < 0.8:
             i = rng.choice(list(held))
             policy.remove(held.pop(i)[2])
         elif held:
             i = min(held, key=lambda k: held[k][:2])
-            clock, _, part = held.pop(i)
+            priority, _, part = held.pop(i)
             assert policy.take() is part
+            if name == "gdsf":
+                clock = priority
+            evicted[i] = uses[i]
 
 
 def test_a_scan_of_one_time_documents_does_not_wipe_out_the_hot_ones():
@@ -89,7 +156,7 @@ def test_a_scan_of_one_time_documents_does_not_wipe_out_the_hot_ones():
         for _ in range(120):
             index.ask(trace.document(pages=10))
         rates[name] = sum(index.holds(document) for document in hot) / len(hot)
-    assert rates == {"gdsf": 1.0, "lru": 0.0}
+    assert rates == {"lfu": 1.0, "gdsf": 1.0, "lru": 0.0}
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
@@ -99,4 +166,6 @@ def test_the_default_is_the_better_one_on_a_zipf_trace(share, scan):
     for name, policy in POLICIES.items():
         trace = zipf(seed=3, documents=500, requests=4000, share=share, scan=scan)
         rates[name] = hit_rate(trace, policy())
+    assert EngineConfig().eviction == "lfu"
+    assert rates["lfu"] > rates["gdsf"] + 0.01
     assert rates["gdsf"] > rates["lru"] + 0.01

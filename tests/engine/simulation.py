@@ -113,7 +113,7 @@ class Simulation:
         seed: int,
         num_pages: int,
         context: DocumentContext,
-        eviction: str = "gdsf",
+        eviction: str = "lfu",
         *,
         copies: bool = False,
     ) -> None:
