@@ -121,8 +121,9 @@ class Limits:
         return _buckets(64, largest, 4) if self.copies_documents else ()
 
     def prefill_items(self, bucket: int) -> int:
-        """Work items that a prefill step holds."""
-        return self.max_items * (bucket // BLOCK_ROWS)
+        """Work items that a prefill step holds: 128 a row block, or some long ones."""
+        blocks = bucket // BLOCK_ROWS
+        return min(self.max_items * blocks, self.max_items * 4 + 128 * blocks)
 
     def prefill_samples(self, bucket: int) -> int:
         """Requests that can end their prompt in one prefill step."""
