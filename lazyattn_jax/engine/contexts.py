@@ -6,7 +6,6 @@ by its deltas included, is worked out once and kept for as long as the run lives
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -37,38 +36,6 @@ class _Context(NamedTuple):
     turns: Float[np.ndarray, "2 u H//2"]
 
 
-class TurnTables:
-    """Makes tables of turns, in memory that is used again once nobody holds it any more.
-
-    A table has room for the most turns that a step can have, and it takes a while to get fresh
-    memory of that size. A step that has been started may still read its table, and on a CPU jax
-    need not even copy it, but whoever reads an array holds it.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, int], list[Float[np.ndarray, "2 U H//2"]]] = {}
-
-    def make(self, contexts: Sequence[_Context], capacity: int) -> Turns:
-        """The identity and all turns of some contexts; later entries mean nothing."""
-        identity = np.zeros_like(contexts[0].turns, shape=(2, 1, contexts[0].turns.shape[2]))
-        identity[0] = 1
-        parts = [identity, *(c.turns for c in contexts)]
-        table = self._unheld(capacity, identity.shape[2])
-        np.concatenate(parts, axis=1, out=table[:, : sum(part.shape[1] for part in parts)])
-        turns = Turns(table[0], table[1])  # views hold the table
-        for rows in turns:
-            rows.flags.writeable = False
-        return turns
-
-    def _unheld(self, capacity: int, half: int) -> Float[np.ndarray, "2 U H//2"]:
-        made = self._made.setdefault((capacity, half), [])
-        for i in range(len(made)):
-            if sys.getrefcount(made[i]) <= 2:  # the list and the call
-                return made[i]
-        made.append(np.zeros((2, capacity, half), np.float32))
-        return made[-1]
-
-
 class BatchContext:
     """The contexts of the runs of one step, run by run.
 
@@ -81,12 +48,10 @@ class BatchContext:
         self,
         contexts: Sequence[_Context],
         marks: Int[np.ndarray, "P"],
-        tables: TurnTables,
         *,
         share: bool,
     ) -> None:
         self._contexts = contexts
-        self._tables = tables
         self._turns: dict[int, Turns] = {}
         counts = _joined([c.counts for c in contexts], np.int64, 3)
         before = np.cumsum(counts, axis=0) - counts
@@ -133,9 +98,15 @@ class BatchContext:
         )
 
     def turns(self, capacity: int) -> Turns:
-        """The turns, in a table of that size; made once, so they cannot be written to."""
+        """The identity and all turns, padded; made once, so they cannot be written to."""
         if capacity not in self._turns:
-            self._turns[capacity] = self._tables.make(self._contexts, capacity)
+            table = np.zeros((2, capacity, self._contexts[0].turns.shape[2]), np.float32)
+            table[0, 0] = 1
+            np.concatenate(
+                [c.turns for c in self._contexts], axis=1, out=table[:, 1 : self.num_turns]
+            )
+            table.flags.writeable = False
+            self._turns[capacity] = Turns(*table)
         return self._turns[capacity]
 
 
@@ -153,7 +124,6 @@ class ContextTables:
         self._rotations = rotations
         self._known: dict[int, _Context] = {}  # by the id of a run that lives
         self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
-        self._tables = TurnTables()
 
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
         """The contexts of some runs together."""
@@ -167,7 +137,7 @@ class ContextTables:
         if new:
             self._add(new)
         contexts = [known[id(run)] for run in runs]
-        return BatchContext(contexts, self._marks, self._tables, share=self._share)
+        return BatchContext(contexts, self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = [placement for run in runs for placement in run.context]

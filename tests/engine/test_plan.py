@@ -206,22 +206,14 @@ def test_a_planner_does_not_keep_runs():
     assert not planner._contexts._known
 
 
-@pytest.mark.parametrize("hold", [lambda x: x, lambda x: x[1:2], jax.device_put])
-def test_turns_stay_as_long_as_anybody_holds_them(hold):
-    """A step that has been started may still read them, and jax need not copy them."""
-    planner, rng, held, tables = new_planner(), random.Random(0), [], set()
-    for i in range(60):
-        run = with_documents(1)
-        run.context = (Placement((1,), 4, delta=1 + i), Placement((2,), 4, delta=-i))
-        turns = planner.decode([run]).turns
+def test_turns_of_an_unchanged_batch_cannot_be_written_to():
+    """They are handed out again, and jax need not copy them."""
+    planner, run = new_planner(), with_documents(3, delta=7)
+    turns = planner.decode([run]).turns
+    assert planner.decode([run]).turns is turns
+    for angles in turns:
         with pytest.raises(ValueError, match="read-only"):
-            turns.cos[:] = 0
-        tables.add(turns.cos.ctypes.data)
-        held.append([(hold(rows), hold(rows.copy())) for rows in turns])
-        for now, then in (pair for pairs in held for pair in pairs):
-            np.testing.assert_array_equal(now, then)
-        del turns, held[: rng.randrange(4)]
-    assert len(tables) < 30
+            angles[:] = 0
 
 
 def with_documents(count: int, delta: int = 0) -> TokenRun:
