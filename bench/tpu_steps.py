@@ -24,12 +24,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from lazyattn_jax.bench import record
-from lazyattn_jax.cache.pool import bytes_per_token, make_pool
+from lazyattn_jax.cache.pool import LayerKV, bytes_per_token, make_pool
 from lazyattn_jax.engine.config import POOL_SHARE, EngineConfig
-from lazyattn_jax.engine.inputs import empty_inputs
+from lazyattn_jax.engine.inputs import empty_inputs, make_choices
 from lazyattn_jax.engine.limits import Limits, work_lists
-from lazyattn_jax.engine.seats import make_seats
-from lazyattn_jax.engine.step import Rebuild, step, take_apart
+from lazyattn_jax.engine.params import Effort
+from lazyattn_jax.engine.seats import Seats, make_seats
+from lazyattn_jax.engine.step import Rebuild, choose, step, take_apart
 from lazyattn_jax.kernels.api import wants_fused_pages
 from lazyattn_jax.kernels.mosaic_tpu.ahead import (
     HBM,
@@ -113,9 +114,9 @@ def run(args: argparse.Namespace) -> None:
             failed = True
             continue
         found = []
-        for prefill, buckets in ((False, limits.decode_buckets), (True, limits.prefill_buckets)):
-            with console.status(f"{name}, {'prefill' if prefill else 'decode'}"):
-                found.append(measure(args.aot, config, limits, prefill=prefill, bucket=buckets[-1]))
+        for program in ("decode", "prefill", "choose"):
+            with console.status(f"{name}, {program}"):
+                found.append(measure(args.aot, config, limits, program))
         console.print(table_of(f"{name} on a {args.aot}", found, limits, HBM[args.aot]))
         for one in found:
             if one.problem is not None:
@@ -145,38 +146,51 @@ def limits_for(generation: str, config: LlamaConfig) -> Limits:
     return replace(_OPTIONS, kv_pool_bytes=pool).resolve_limits(config, _DTYPE)
 
 
-def measure(
-    generation: str, config: LlamaConfig, limits: Limits, *, prefill: bool, bucket: int
-) -> Taken:
-    """Compiles one step of an engine for one device."""
-    name = f"{'prefill' if prefill else 'decode'} {bucket}"
+def measure(generation: str, config: LlamaConfig, limits: Limits, kind: str) -> Taken:
+    """Compiles one of an engine's largest programs for one device.
+
+    Args:
+      generation: of the device.
+      config: of the model.
+      limits: of the engine.
+      kind: ``decode``, ``prefill``, or ``choose``: tokens for a whole batch, with full effort.
+    """
+    prefill = kind == "prefill"
+    bucket = (limits.prefill_buckets if prefill else limits.decode_buckets)[-1]
+    name = f"{kind} {bucket}"
     start = time.perf_counter()
     try:
-        program, args = compile_step(generation, config, limits, prefill=prefill, bucket=bucket)
+        if kind == "choose":
+            program = compile_choice(generation, config, limits)
+        else:
+            program = compile_step(generation, config, limits, prefill=prefill, bucket=bucket)
     except Exception as error:  # of any layer: it does not cost the other steps
         lines = str(error).splitlines() or [""]
         problem = f"{type(error).__name__}: {lines[0]}"
         return Taken(name, time.perf_counter() - start, problem=problem)
     seconds = time.perf_counter() - start
     memory: Any = program.memory_analysis()
-    weights, pool = _bytes(args[0]), _bytes(args[1])
+    weights, pool = _bytes(_model(config)[1]), _bytes(_pool(config, limits))
+    others = memory.argument_size_in_bytes
+    if kind != "choose":  # which takes neither of these, and the seats
+        others += _bytes(_seats(config, limits)) - weights - pool
     return Taken(
         name,
         seconds,
         weights,
         pool,
-        memory.argument_size_in_bytes - weights - pool,
+        others,
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.generated_code_size_in_bytes,
-        max(kernel.vmem for kernel in kernels_of(program)),
+        max((kernel.vmem for kernel in kernels_of(program)), default=0),
     )
 
 
 def compile_step(
     generation: str, config: LlamaConfig, limits: Limits, *, prefill: bool, bucket: int
-) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
-    """A step of an engine, compiled for one device; and its arguments, weights and pool first."""
+) -> jax.stages.Compiled:
+    """A step of an engine, compiled for one device."""
     lists = work_lists(
         limits,
         _ATTENTION,
@@ -186,16 +200,33 @@ def compile_step(
         num_cores=0,
     )
     rebuild, weights = _model(config)
-    fused = wants_fused_pages(_ATTENTION, config.head_dim)
-    pool = jax.eval_shape(
-        lambda: make_pool(config, limits.num_pages, limits.page_size, _DTYPE, fused=fused)
-    )
-    seats = jax.eval_shape(lambda: make_seats(limits.max_num_seqs, config.vocab_size, 1))
     inputs = empty_inputs(limits, lists, config.head_dim, prefill=prefill, bucket=bucket)
     scale = config.head_dim**-0.5
     call = partial(step, rebuild, prefill=prefill, attention=_ATTENTION, scale=scale)
-    args = (weights, pool, seats.token, inputs)
-    return compile_for_tpu(generation, call, *args, donate=(1,)), args
+    args = (weights, _pool(config, limits), _seats(config, limits).token, inputs)
+    return compile_for_tpu(generation, call, *args, donate=(1,))
+
+
+def compile_choice(generation: str, config: LlamaConfig, limits: Limits) -> jax.stages.Compiled:
+    """The choice of tokens for the largest batch, with full effort, compiled for one device."""
+    rows = limits.decode_buckets[-1]
+    logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
+    usable = jax.ShapeDtypeStruct((rows,), bool)
+    choices = make_choices(rows, (), limits.max_num_seqs, Effort.FULL)
+    call = partial(choose, effort=Effort.FULL)
+    seats = _seats(config, limits)
+    return compile_for_tpu(generation, call, logits, usable, seats, choices, donate=(2,))
+
+
+def _pool(config: LlamaConfig, limits: Limits) -> list[LayerKV]:
+    fused = wants_fused_pages(_ATTENTION, config.head_dim)
+    return jax.eval_shape(
+        lambda: make_pool(config, limits.num_pages, limits.page_size, _DTYPE, fused=fused)
+    )
+
+
+def _seats(config: LlamaConfig, limits: Limits) -> Seats:
+    return jax.eval_shape(lambda: make_seats(limits.max_num_seqs, config.vocab_size, 1))
 
 
 def _model(config: LlamaConfig) -> tuple[Rebuild, list[Array]]:

@@ -120,13 +120,25 @@ def test_the_pool_is_updated_in_place(prefill, bucket):
         max_num_batched_tokens=4096,
         max_documents=16,
     )
-    program, _ = tpu_steps.compile_step("v5e", config, limits, prefill=prefill, bucket=bucket)
+    program = tpu_steps.compile_step("v5e", config, limits, prefill=prefill, bucket=bucket)
     assert len(kernels_of(program)) == config.num_layers
     pool = 2 * 2000 * 64 * 2 * 8 * 64 * 2
     assert program.memory_analysis().alias_size_in_bytes >= pool
     # Nor is any layer's part of it laid out in another way and back.
     assert "bf16[2000,8,64,128]" in program.as_text()
     assert not re.search(r"= bf16\[2000,\S+ copy\(", program.as_text())
+
+
+@needs_libtpu
+def test_choosing_tokens_takes_a_few_times_the_logits():
+    """In place where it notes tokens in the seats, which are as large as the logits."""
+    config = replace(NAMED_SHAPES["llama3-1b"], vocab_size=8192)
+    limits = tpu_steps.limits_for("v5e", config)
+    memory = tpu_steps.compile_choice("v5e", config, limits).memory_analysis()
+    logits = 256 * 8192 * 4
+    assert memory.alias_size_in_bytes >= logits
+    assert 2 * logits <= memory.argument_size_in_bytes < 2.3 * logits
+    assert memory.temp_size_in_bytes < 12 * logits
 
 
 def test_the_pool_has_its_share_of_what_weights_leave():
