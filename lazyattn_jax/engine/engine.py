@@ -227,7 +227,9 @@ class Engine:
         scores = self._score(chunks, result.hidden)
         owners = [c.owner for c in chunks if c.samples and isinstance(c.owner, Request)]
         self.scheduler.finish_prefill(chunks)
-        self._steps.append(Step(result.chosen, result.sound, chunks, owners, scores))
+        self._steps.append(
+            Step(result.tokens, result.logprobs, result.sound, chunks, owners, scores)
+        )
         self._prefill_next = False
         return True
 
@@ -238,7 +240,7 @@ class Engine:
         chunks = [Chunk(r.run, len(r.run.tokens) - 1, 1, r) for r in requests]
         result = self._runner.decode(requests)
         self.scheduler.finish_decode(requests)
-        self._steps.append(Step(result.chosen, result.sound, chunks, requests))
+        self._steps.append(Step(result.tokens, result.logprobs, result.sound, chunks, requests))
         self._prefill_next = True
         return True
 
@@ -264,14 +266,14 @@ class Engine:
     def _read(self, step: Step) -> list[Output]:
         """Waits for a step's tokens."""
         begin = time.perf_counter()
-        tokens = np.asarray(step.chosen.tokens).tolist()
+        tokens = np.asarray(step.tokens).tolist()
         self._waited += time.perf_counter() - begin
         if step.scores is not None:
             step.scores.note()
         now = time.monotonic()
-        logprobs, chosen = None, step.chosen
-        if chosen.logprobs and any(r.params.logprobs is not None for r in step.requests):
-            logprobs = read_logprobs([chosen.logprobs], tokens[: len(step.requests)])
+        logprobs = None
+        if step.logprobs is not None:
+            logprobs = read_logprobs([step.logprobs], tokens[: len(step.requests)])
         outputs = []
         for owner, at in step.unsound():
             outputs += self._end(self.scheduler.spoil(owner, at), "error")

@@ -25,7 +25,7 @@ class Effort(IntEnum):
     DRAWN = 1
     """Draws, from all tokens or those that ``min_p`` leaves."""
     FULL = 2
-    """Whatever there is: adjusted logits, ``top_k`` and ``top_p``, log-probabilities."""
+    """Whatever there is: adjusted logits, and ``top_k`` and ``top_p``, which sort them."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class SamplingParams:
         """What it takes to choose this request's tokens."""
         drawn = self.temperature > 0
         filtered = drawn and (self.top_k > 0 or self.top_p < 1)
-        if filtered or self.adjusts_logits or self.logprobs is not None:
+        if filtered or self.adjusts_logits:
             return Effort.FULL
         return Effort.DRAWN if drawn else Effort.GREEDY
 

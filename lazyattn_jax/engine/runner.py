@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lazyattn_jax.cache.pool import make_pool
 from lazyattn_jax.engine.copies import empty_moves, make_moves
@@ -23,9 +23,9 @@ from lazyattn_jax.engine.sampler import Logprobs
 from lazyattn_jax.engine.seats import make_seats, padded, sit
 from lazyattn_jax.engine.step import (
     SCORED_ROWS,
-    Chosen,
     choose,
     copy,
+    rate,
     score,
     step,
     take_apart,
@@ -37,13 +37,17 @@ from lazyattn_jax.models.rope import Rotations
 
 
 class StepResult(NamedTuple):
-    """What the host may want of a step that has been started; ``hidden`` of a prefill step only.
+    """What the host may want of a step that has been started.
+
+    ``logprobs`` are there if a request of it wants them, ``hidden`` after a prefill step only. A
+    token of -1 means that its row is not sound, or its logits not finite.
 
     The logits are not kept: memory that a step gives back at once is where the next step's results
     go, and the device's graph of a step runs as it is when nothing has moved.
     """
 
-    chosen: Chosen
+    tokens: Int[Array, "B"]
+    logprobs: Logprobs | None
     sound: Bool[Array, "T"]
     hidden: Float[Array, "T D"] | None
 
@@ -148,7 +152,8 @@ class Runner:
         shapes += [("copy", b) for b in limits.copy_buckets]
         sizes = {limits.choices(False, b) for b in limits.decode_buckets}
         sizes |= {limits.choices(True, b) for b in limits.prefill_buckets}
-        shapes += [(effort.name, size) for effort in Effort for size in sorted(sizes)]
+        kinds = [*(effort.name for effort in Effort), "rate"]
+        shapes += [(kind, size) for kind in kinds for size in sorted(sizes)]
         shapes.append(("sit", 0))
         shapes = [shape for shape in shapes if shape not in self.programs]
         progress(0, len(shapes))
@@ -170,8 +175,10 @@ class Runner:
             hidden = jax.ShapeDtypeStruct((bucket, self._config.hidden_size), self._dtype)
             rows = np.zeros(SCORED_ROWS, np.int32)
             return jax.jit(partial(score, self._rebuild)).lower(self._weights, hidden, rows, rows)
+        logits = jax.ShapeDtypeStruct((bucket, self._config.vocab_size), np.float32)
+        if kind == "rate":
+            return jax.jit(rate).lower(logits, jax.ShapeDtypeStruct((bucket,), np.int32))
         if kind in Effort.__members__:
-            logits = jax.ShapeDtypeStruct((bucket, self._config.vocab_size), np.float32)
             usable = jax.ShapeDtypeStruct((bucket,), bool)
             effort = Effort[kind]
             choices = make_choices(bucket, (), self._limits.max_num_seqs, effort)
@@ -247,5 +254,9 @@ class Runner:
         run = self.programs["prefill" if prefill else "decode", plan.bucket]
         computed, self._pool = run(self._weights, self._pool, self._seats.token, inputs)
         run = self.programs[effort.name, size]
-        chosen, self._seats = run(computed.logits, computed.usable, self._seats, choices)
-        return StepResult(chosen, computed.sound, computed.hidden if prefill else None)
+        tokens, self._seats = run(computed.logits, computed.usable, self._seats, choices)
+        logprobs = None
+        if any(r.params.logprobs is not None for r in requests):
+            logprobs = self.programs["rate", size](computed.logits, tokens)
+        hidden = computed.hidden if prefill else None
+        return StepResult(tokens, logprobs, computed.sound, hidden)

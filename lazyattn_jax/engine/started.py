@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from lazyattn_jax.engine.runs import Chunk, EncodeJob, Request, TokenLogprobs
 from lazyattn_jax.engine.sampler import Logprobs
-from lazyattn_jax.engine.step import Chosen
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,11 @@ class Scores:
 class Step:
     """A step, what it computes, the requests that it chooses a token for, and what it scores.
 
-    ``chosen`` and ``sound`` are on the device and may not be there yet.
+    ``tokens``, ``logprobs`` and ``sound`` are on the device and may not be there yet.
     """
 
-    chosen: Chosen
+    tokens: Int[Array, "B"]
+    logprobs: Logprobs | None
     sound: Bool[Array, "T"]
     chunks: list[Chunk]
     requests: list[Request]

@@ -97,16 +97,6 @@ def step(
     return Computed(logits, usable, hidden, rows), pool
 
 
-class Chosen(NamedTuple):
-    """The tokens that a step is followed by; -1 after a row that is not usable.
-
-    There are log-probabilities with full effort only.
-    """
-
-    tokens: Int[Array, "B"]
-    logprobs: Logprobs | None
-
-
 def choose(
     logits: Float[Array, "B V"],
     usable: Bool[Array, "B"],
@@ -114,22 +104,25 @@ def choose(
     choices: Choices,
     *,
     effort: Effort,
-) -> tuple[Chosen, Seats]:
-    """Chooses a token after each row, and notes it in the row's seat.
+) -> tuple[Int[Array, "B"], Seats]:
+    """Chooses a token after each row, -1 after one that is not usable; noted in the row's seat.
 
     A program of its own for each effort: the host knows what the batch needs, and a condition on
     the device would make it wait there.
     """
-    logprobs = None
     if effort is Effort.FULL:
         token = sample(adjust(logits, seats, choices.adjustments), choices.sampling)
-        logprobs = logprobs_of(logits, token, min(MAX_LOGPROBS, logits.shape[1]))
     elif effort is Effort.DRAWN:
         token = sample(logits, choices.sampling, filtered=False)
     else:
         token = greedy(logits)
-    chosen = Chosen(jnp.where(usable, token, -1), logprobs)
-    return chosen, remember(seats, choices.adjustments.seat, token)
+    seats = remember(seats, choices.adjustments.seat, token)
+    return jnp.where(usable, token, -1), seats
+
+
+def rate(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Logprobs:
+    """Log-probabilities of chosen tokens and of the most likely ones; of a token -1, anything."""
+    return logprobs_of(logits, tokens, min(MAX_LOGPROBS, logits.shape[1]))
 
 
 def copy(pool: list[LayerKV], moves: Moves, *, implementation: str) -> list[LayerKV]:
@@ -145,5 +138,4 @@ def score(
     targets: Int[Array, "n"],
 ) -> Logprobs:
     """Log-probabilities of ``targets`` after rows of a step's hidden states."""
-    logits = rebuild(weights).logits(hidden[rows])
-    return logprobs_of(logits, targets, min(MAX_LOGPROBS, logits.shape[1]))
+    return rate(rebuild(weights).logits(hidden[rows]), targets)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lazyattn_jax.engine import sampler
+from lazyattn_jax.engine.params import Effort, SamplingParams
 from lazyattn_jax.engine.sampler import SamplingRows
 
 DRAWS = 20_000
@@ -274,3 +275,18 @@ def test_logprobs_are_those_of_the_models_distribution():
     close = {"rtol": 0, "atol": 2e-5}
     np.testing.assert_allclose(got.values, np.take_along_axis(exact, order, 1), **close)
     np.testing.assert_allclose(got.chosen, exact[np.arange(5), tokens], **close)
+
+
+@pytest.mark.parametrize(
+    ("options", "effort"),
+    [
+        ({"temperature": 0, "top_k": 5, "top_p": 0.5, "logprobs": 3}, Effort.GREEDY),
+        ({"temperature": 0.7, "min_p": 0.1}, Effort.DRAWN),
+        ({"temperature": 0.7, "top_k": 5}, Effort.FULL),
+        ({"temperature": 0.7, "top_p": 0.9}, Effort.FULL),
+        ({"temperature": 0, "min_tokens": 2}, Effort.FULL),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, Effort.FULL),
+    ],
+)
+def test_what_it_takes_to_choose_a_requests_tokens(options, effort):
+    assert SamplingParams(**options).effort is effort
