@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyattn_jax.cache.eviction import EvictionPolicy, LeastFrequentlyUsed
+from lazyattn_jax.cache.eviction import EvictionPolicy, GreedyDual
 from lazyattn_jax.cache.pages import PageAllocator
 
 
@@ -82,12 +82,12 @@ class SegmentIndex:
 
     Args:
       allocator: of the pool's pages.
-      policy: says which go first; the least frequently used by default.
+      policy: says which go first; GreedyDual-Size-Frequency by default.
     """
 
     def __init__(self, allocator: PageAllocator, policy: EvictionPolicy | None = None) -> None:
         self._allocator = allocator
-        self._policy = policy or LeastFrequentlyUsed()
+        self._policy = policy or GreedyDual()
         self._segments: dict[bytes, Segment] = {}
         self._unpinned: set[bytes] = set()
         self._unpinned_pages = 0

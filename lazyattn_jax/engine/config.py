@@ -48,9 +48,9 @@ class EngineConfig:
       document_repair: first tokens of every document, rounded up to whole pages, that are computed
         in the request's context and not reused.
       document_temperature: scores of text against documents are divided by it.
-      eviction: which segments go first when pages are needed: ``lfu`` (the least
-        frequently used, by a count that outlives eviction), ``gdsf`` (GreedyDual-Size-Frequency),
-        both for what encoding again costs, or ``lru`` (the least recently used).
+      eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
+        those that bring least for their pages), ``lfu`` (the same by a count that outlives
+        eviction: for documents that come back, not for chats) or ``lru`` (the least recently used).
       share_reads: a decode step reads a document once for all requests that hold it; without, once
         for each, which is only good for measuring what that brings.
       attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
@@ -74,7 +74,7 @@ class EngineConfig:
     document_gap: int = 200
     document_repair: int = 0
     document_temperature: float = 1.0
-    eviction: str = "lfu"
+    eviction: str = "gdsf"
     share_reads: bool = True
     attention: str = "auto"
     dtype: str = "auto"

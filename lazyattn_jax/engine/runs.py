@@ -59,7 +59,8 @@ class TokenRun:
     published. ``computed`` counts the tokens whose KV is in the pool, or will be when the steps
     that have been started are done. The last ``pending`` tokens are not known yet: a step that has
     been started chooses them. ``pages`` holds C integers, so that a plan can take those of a whole
-    batch at once. ``context_items`` are the work items of the context. ``adapted`` says whether the
+    batch at once. ``context_items`` and ``context_turns`` are the
+    work items and turns of the context. ``adapted`` says whether the
     tokens are computed with the model's adapter.
     """
 
@@ -80,6 +81,7 @@ class TokenRun:
         self.computed = 0
         self.context: tuple[Placement, ...] = ()
         self.context_items = 0
+        self.context_turns = 0
 
     @property
     def remaining(self) -> int:

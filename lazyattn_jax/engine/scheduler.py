@@ -276,7 +276,12 @@ class Scheduler:
         chunks = self._chunks(self.limits.max_num_batched_tokens)
         count = sum(chunk.count for chunk in chunks)
         worth = self.limits.worth_computing(count)
-        return chunks if worth == count else self._chunks(worth)
+        if worth == count:
+            return chunks
+        fewer = self._chunks(worth)
+        # As many prompts may end in them as only the larger shape has room for.
+        room = self.limits.prefill_samples(worth)
+        return fewer if sum(chunk.samples for chunk in fewer) <= room else chunks
 
     def _chunks(self, tokens: int) -> list[Chunk]:
         limits = self.limits
@@ -298,12 +303,12 @@ class Scheduler:
                 blocks = items // per_block
                 count = min(run.remaining, tokens, blocks * BLOCK_ROWS)
                 chunk = Chunk(run, run.computed, count, owner)
-                if count < 1 or (chunk.samples and not samples) or turns < len(run.context):
+                if count < 1 or (chunk.samples and not samples) or turns < run.context_turns:
                     continue
                 chunks.append(chunk)
                 tokens -= count
                 items -= per_block * -(-count // BLOCK_ROWS)
-                turns -= len(run.context)
+                turns -= run.context_turns
                 samples -= chunk.samples
         return chunks
 
@@ -335,7 +340,7 @@ class Scheduler:
         batch: list[Request] = []
         for request in ready[start:] + ready[:start]:
             items -= self._items_of(request.run)
-            turns -= len(request.run.context)
+            turns -= request.run.context_turns
             if items < 0 or turns < 0:
                 break
             batch.append(request)
@@ -389,6 +394,7 @@ class Scheduler:
     def _see(self, run: TokenRun, context: tuple[Placement, ...]) -> None:
         run.context = context
         run.context_items = sum(self.limits.items_for(len(p.pages)) for p in context)
+        run.context_turns = sum(p.delta != 0 or p.temperature != 1 for p in context)
 
     def _items_of(self, run: TokenRun) -> int:
         return self.limits.items_for(len(run.pages)) + run.context_items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from lazyattn_jax.cache.eviction import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
 )
-from lazyattn_jax.cache.segments import Segment
+from lazyattn_jax.cache.pages import PageAllocator
+from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.config import EngineConfig
 
 
@@ -161,11 +163,39 @@ def test_a_scan_of_one_time_documents_does_not_wipe_out_the_hot_ones():
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
 @pytest.mark.parametrize("scan", [0.0, 0.3])
-def test_the_default_is_the_better_one_on_a_zipf_trace(share, scan):
+def test_policies_on_a_zipf_trace(share, scan):
     rates = {}
     for name, policy in POLICIES.items():
         trace = zipf(seed=3, documents=500, requests=4000, share=share, scan=scan)
         rates[name] = hit_rate(trace, policy())
-    assert EngineConfig().eviction == "lfu"
+    assert EngineConfig().eviction == "gdsf"
     assert rates["lfu"] > rates["gdsf"] + 0.01
     assert rates["gdsf"] > rates["lru"] + 0.01
+
+
+def chat_hit_rate(policy: EvictionPolicy) -> float:
+    """Ten chats take turns, four pages a turn, up to forty; there is room for twice as many."""
+    rng, index = random.Random(0), SegmentIndex(PageAllocator(1000), policy)
+    chats, names, found, asked = [[] for _ in range(10)], itertools.count(), 0, 0
+    for _ in range(3000):
+        chat = rng.choice(chats)
+        if len(chat) == 40:
+            chat.clear()
+        # Pages are found up to the first that is missing, and the others computed again.
+        held = list(itertools.takewhile(bool, map(index.pin, chat)))
+        found, asked = found + len(held), asked + len(chat)
+        chat += [next(names).to_bytes(8, "little") for _ in range(4)]
+        for key in chat[len(held) :]:
+            index.publish(key, index.allocate(1), 16, is_document=False)
+            held.append(index.pin(key))
+        for part in held:
+            part.uses += 1
+            index.unpin(part)
+    return found / asked
+
+
+def test_chats_that_grow_are_found_again_by_the_default():
+    rates = {name: chat_hit_rate(policy()) for name, policy in POLICIES.items()}
+    assert rates["gdsf"] > 0.99
+    assert rates["lru"] == 1
+    assert rates["lfu"] < 0.5

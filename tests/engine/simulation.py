@@ -113,7 +113,7 @@ class Simulation:
         seed: int,
         num_pages: int,
         context: DocumentContext,
-        eviction: str = "lfu",
+        eviction: str = "gdsf",
         *,
         copies: bool = False,
     ) -> None:
