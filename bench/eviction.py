@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lazyattn_jax.bench import record
-from lazyattn_jax.cache.eviction import POLICIES, EvictionPolicy
+from lazyattn_jax.cache.eviction import POLICIES, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import SegmentIndex
 
@@ -42,7 +42,7 @@ class TracedDocument(NamedTuple):
 class Replay:
     """A pool that documents are asked for from."""
 
-    def __init__(self, num_pages: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_pages: int, policy: NewPolicy) -> None:
         self._index = SegmentIndex(PageAllocator(num_pages), policy)
         self.hit_tokens = 0
         self.tokens = 0
@@ -88,7 +88,7 @@ class Trace:
         """Puts requests for documents at the end."""
         self.asked += documents
 
-    def replay(self, policy: EvictionPolicy) -> Replay:
+    def replay(self, policy: NewPolicy) -> Replay:
         """Plays all of it on an empty pool."""
         replay = Replay(self.num_pages, policy)
         for document in self.asked:
@@ -131,7 +131,7 @@ def zipf(
     return trace
 
 
-def hit_rate(trace: Trace, policy: EvictionPolicy) -> float:
+def hit_rate(trace: Trace, policy: NewPolicy) -> float:
     """Share of the tokens asked for that were in the pool."""
     replay = trace.replay(policy)
     return replay.hit_tokens / replay.tokens
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> None:
         for name, policy in POLICIES.items():
             sizes = {"documents": args.documents, "requests": args.requests}
             trace = zipf(seed=args.seed, share=share, scan=scan, drift=drift, **sizes)
-            row[name] = round(hit_rate(trace, policy()), 4)
+            row[name] = round(hit_rate(trace, policy), 4)
         results.append(row)
     Console().print(_table(results))
     if args.output:

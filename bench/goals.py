@@ -46,10 +46,10 @@ def goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def gains(found: dict[str, Any]) -> list[tuple[str, float]]:
-    """What lazy gains over block, as factors that multiply to the whole; none without ``gain``."""
+    """What lazy gains over block, in factors that multiply to the whole; all measured or none."""
     closed = {r["reuse"]: r for r in found["results"] if r["part"] == "closed"}
     rows = [r for r in found["results"] if r["part"] == "gain"]
-    if len(rows) != 3:
+    if len(rows) != 3 or not {"lazy", "block"} <= set(closed):
         return []
     names = (
         "a document is read once a step for all its requests",

@@ -134,6 +134,11 @@ class EngineTarget:
         assert point.reuse is not None
         engine = self.engine(point.reuse, point.pool_share)
         usable = _usable(engine, point.pool_share)
+        if point.pool_share < 1 and usable < engine.limits.most_pages:
+            raise ValueError(
+                f"pool_share {point.pool_share} leaves {usable} pages, and a request may take "
+                f"{engine.limits.most_pages}: raise it or lower max_model_len"
+            )
         prompts = self._usual(engine, point.workload, usable) if self._preload else []
         if not prompts:
             engine.scheduler.index.clear()

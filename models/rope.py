@@ -143,12 +143,14 @@ class Rotations:
     """Cosines and sines of the angles at any position, made in float64 on the host.
 
     A block of 256 consecutive positions is made when one of them is first asked for, and kept from
-    then on as float32: 64 MiB for 131,072 positions of head_dim 128. An angle is the sum of that of
-    the block's first position and that of the place in it, and
+    then on as float32: 64 MiB for 131,072 positions of head_dim 128. Those from ``FAR`` on are made
+    each time, so that no request makes the host keep more than twice that. An angle is the sum of
+    that of the block's first position and that of the place in it, and
     ``exp(i (a + b)) = exp(i a) exp(i b)``: several times faster than cosines, and as exact once
     rounded to float32.
     """
 
+    FAR = 1 << 18
     _BLOCK = 256
 
     def __init__(self, inverse_frequencies: Float64[np.ndarray, "H//2"]) -> None:
@@ -168,9 +170,14 @@ class Rotations:
         """
         distance = np.abs(positions)
         block, place = distance // self._BLOCK, distance % self._BLOCK
+        far = distance >= self.FAR
+        block[far] = 0
         self._make(block)
         row = self._made_at[block] * self._BLOCK + place
         cos, sin = self._cos[row], self._sin[row]
+        if far.any():
+            z = self._turned(distance[far])
+            cos[far], sin[far] = z.real, z.imag
         sin *= np.where(positions < 0, np.float32(-1), np.float32(1))[:, None]
         if factor != 1:  # rounded once more, but itself in float64
             cos, sin = ((x * np.float64(factor)).astype(np.float32) for x in (cos, sin))

@@ -198,7 +198,10 @@ class LeastFrequentlyUsed:
         self._ranked.rank_anew(lambda segment: _worth(segment, self._counts[segment.key].uses))
 
 
-POLICIES: dict[str, type[EvictionPolicy]] = {
+type NewPolicy = Callable[[], EvictionPolicy]
+"""Makes a policy that has seen nothing yet."""
+
+POLICIES: dict[str, NewPolicy] = {
     "lfu": LeastFrequentlyUsed,
     "gdsf": GreedyDual,
     "lru": LeastRecentlyUsed,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyattn_jax.cache.eviction import EvictionPolicy, GreedyDual
+from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 
 
@@ -82,12 +82,13 @@ class SegmentIndex:
 
     Args:
       allocator: of the pool's pages.
-      policy: says which go first; GreedyDual-Size-Frequency by default.
+      policy: makes what says which go first; GreedyDual-Size-Frequency by default.
     """
 
-    def __init__(self, allocator: PageAllocator, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, allocator: PageAllocator, policy: NewPolicy = GreedyDual) -> None:
         self._allocator = allocator
-        self._policy = policy or GreedyDual()
+        self._new_policy = policy
+        self._policy = policy()
         self._segments: dict[bytes, Segment] = {}
         self._unpinned: set[bytes] = set()
         self._unpinned_pages = 0
@@ -204,9 +205,10 @@ class SegmentIndex:
             self._evict(self._segments[key])
 
     def clear(self) -> None:
-        """Evicts every segment that is not pinned."""
+        """Evicts every segment that is not pinned, and forgets how often what is gone was used."""
         for key in list(self._unpinned):
             self.discard(key)
+        self._policy = self._new_policy()
 
     def _evictable(self, segment: Segment) -> None:
         self._policy.add(segment)

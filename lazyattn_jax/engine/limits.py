@@ -81,10 +81,13 @@ class Limits:
 
         So whatever is kept, every request that fits the pool can run, if need be alone.
         """
-        longest = self.pages_for(self.max_model_len) + self.max_runs  # each partly filled
-        if self.copies_documents:
-            longest *= 2
-        return max(0, min(self.num_pages // 2, self.num_pages - longest))
+        return max(0, min(self.num_pages // 2, self.num_pages - self.most_pages))
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a request of the longest context may take."""
+        pages = self.pages_for(self.max_model_len) + self.max_runs  # each partly filled
+        return 2 * pages if self.copies_documents else pages
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:

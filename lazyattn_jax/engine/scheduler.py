@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from lazyattn_jax.cache.eviction import EvictionPolicy
+from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.limits import Limits
@@ -42,7 +42,7 @@ class Scheduler:
       eviction: which segments go first when pages are needed.
     """
 
-    def __init__(self, limits: Limits, eviction: EvictionPolicy | None = None) -> None:
+    def __init__(self, limits: Limits, eviction: NewPolicy = GreedyDual) -> None:
         self.limits = limits
         self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
         self.waiting: deque[Request] = deque()

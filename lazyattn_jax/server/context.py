@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from pydantic import BaseModel
 
 from lazyattn_jax.engine.request import DocumentContext, RequestError
@@ -26,9 +29,10 @@ class ContextFields(BaseModel):
             raise RequestError(
                 "document_context", f"document_context is {kind!r}, must be 'prefix' or 'none'"
             )
-        return DocumentContext(
-            default.prefix if kind is None else kind == "prefix",
-            default.gap if self.document_gap is None else self.document_gap,
-            default.repair if self.document_repair is None else self.document_repair,
-            default.temperature if self.document_temperature is None else self.document_temperature,
-        )
+        given: dict[str, Any] = {
+            "prefix": None if kind is None else kind == "prefix",
+            "gap": self.document_gap,
+            "repair": self.document_repair,
+            "temperature": self.document_temperature,
+        }
+        return replace(default, **{k: v for k, v in given.items() if v is not None})

@@ -20,7 +20,7 @@ TINY = {
     "--system-tokens": 8,
     "--output-tokens": 4,
     "--kv-pool-bytes": "512KiB",
-    "--max-model-len": 256,
+    "--max-model-len": 128,
     "--max-num-batched-tokens": 64,
     "--max-documents": 4,
     "--max-num-seqs": 2,
@@ -84,6 +84,8 @@ def test_all_parts_on_a_small_model(monkeypatch, tmp_path, capsys):
     assert "throughput, closed loop, lazy to block" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="results of other options"):
         compare(monkeypatch, path, "--only", "closed")
+    with pytest.raises(SystemExit, match=r"pool_share 0\.1 leaves 6 pages, .* may take 14"):
+        compare(monkeypatch, tmp_path / "few.json", "--only", "closed", "--pool-share", "0.1")
 
     pytest.importorskip("matplotlib")
     bench(monkeypatch, "figures", path, "--plot", tmp_path / "plots")
@@ -153,5 +155,6 @@ def test_goals_by_hand():
 def test_gains_multiply_to_the_whole():
     rows = [row("closed", "lazy", 1200), row("closed", "block", 100)]
     assert gains({"results": rows}) == []
+    assert gains({"results": [rows[1], *[row("gain", "", 1)] * 3]}) == []
     rows += [row("gain", way, n) for way, n in (("", 600), ("", 400), ("block", 200))]
     assert [factor for _, factor in gains({"results": rows})] == [2.0, 1.5, 2.0, 2.0]

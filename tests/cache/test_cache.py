@@ -36,7 +36,7 @@ def test_freeing_twice_is_noticed():
 
 
 def index_with(num_pages: int, *lengths: int) -> tuple[SegmentIndex, list[bytes]]:
-    index = SegmentIndex(PageAllocator(num_pages), LeastRecentlyUsed())
+    index = SegmentIndex(PageAllocator(num_pages), LeastRecentlyUsed)
     keys = [bytes([i]) for i in range(len(lengths))]
     for key, length in zip(keys, lengths, strict=True):
         index.publish(key, index.allocate(length), length, is_document=True)
@@ -157,7 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = SegmentIndex(PageAllocator(self.NUM_PAGES), LeastRecentlyUsed())
+        self.index = SegmentIndex(PageAllocator(self.NUM_PAGES), LeastRecentlyUsed)
         self.held: dict[bytes, int] = {}
         self.loose: list[int] = []
         self.order: list[bytes] = []  # unpinned keys, least recently used first

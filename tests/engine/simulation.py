@@ -128,7 +128,7 @@ class Simulation:
             max_documents=6,
             copies_documents=copies,
         )
-        self.scheduler = Scheduler(self.limits, POLICIES[eviction]())
+        self.scheduler = Scheduler(self.limits, POLICIES[eviction])
         self.device = FakeDevice(self.limits)
         self.documents = [tuple(self.rng.choices(range(50), k=n)) for n in (1, 3, 4, 5, 9, 21)]
         self.started: deque[Started] = deque()

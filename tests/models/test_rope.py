@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +128,8 @@ def test_rotations_near_far_and_backwards(factor):
     """In batches longer and shorter than what is worked on at once, with tables that grow."""
     frequencies = NAMED_SHAPES["llama3-8b"].rope.inverse_frequencies(128)
     rotations = Rotations(frequencies)
-    far = np.array([3, -3, 0, 255, 256, -257, 1_000_000, -1_000_000], np.int32)
+    edge = Rotations.FAR
+    far = np.array([3, -3, 0, 255, 256, -257, edge - 1, edge, -edge, 1_000_000, -1_000_000])
     for positions in (far[:3], np.arange(-300, 300), far, far[:0]):
         cos, sin = rotations.rows(positions, factor=factor)
         assert cos.dtype == sin.dtype == np.float32
@@ -139,6 +141,18 @@ def test_rotations_near_far_and_backwards(factor):
             # Half a unit in float32's last place: angles made in float32 are off by 0.03.
             np.testing.assert_allclose(cos[row], want_cos, rtol=0, atol=1e-7 * factor)
             np.testing.assert_allclose(sin[row], want_sin, rtol=0, atol=1e-7 * factor)
+
+
+def test_far_positions_are_not_kept():
+    rotations = Rotations(NAMED_SHAPES["llama3-8b"].rope.inverse_frequencies(128))
+    tracemalloc.start()
+    for edge, kept in ((1_000_000, 0), (Rotations.FAR, 8 << 20)):
+        before, _ = tracemalloc.get_traced_memory()
+        rotations.rows(np.arange(edge - 64 * 256, edge, 256))
+        grown = tracemalloc.get_traced_memory()[0] - before
+        # A block of near ones is 256 x 64 x 2 x 4 bytes, and there are 64 of them.
+        assert kept <= grown < max(3 * kept, 1 << 20)
+    tracemalloc.stop()
 
 
 def turned(x: np.ndarray, *positions: int) -> np.ndarray:
