@@ -131,19 +131,30 @@ class SegmentIndex:
         segment.pins += 1
         return segment
 
-    def unpin(self, segment: Segment) -> None:
-        """Gives one pin back; after the last one the segment may be evicted.
+    def pin_chain(self, keys: Iterable[bytes]) -> list[Segment]:
+        """Pins one segment after the other, up to the first that is not here."""
+        found = []
+        for key in keys:
+            segment = self.pin(key)
+            if segment is None:
+                break
+            found.append(segment)
+        return found
+
+    def unpin(self, *segments: Segment) -> None:
+        """Gives one pin of each back; after its last one a segment may be evicted.
 
         Raises:
-          RuntimeError: the segment is not pinned.
+          RuntimeError: a segment is not pinned.
         """
-        if segment.pins < 1:
-            raise RuntimeError(
-                f"segment {segment.key.hex()[:12]} is unpinned more often than pinned"
-            )
-        segment.pins -= 1
-        if segment.pins == 0:
-            self._evictable(segment)
+        for segment in segments:
+            if segment.pins < 1:
+                raise RuntimeError(
+                    f"segment {segment.key.hex()[:12]} is unpinned more often than pinned"
+                )
+            segment.pins -= 1
+            if segment.pins == 0:
+                self._evictable(segment)
 
     def keep(self, key: bytes, num_pages: int) -> None:
         """Pins a segment for good: now if it is here, else as soon as it is published.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -32,6 +32,12 @@ class Placement:
     insert_at: int = 0
     temperature: float = 1.0
     is_leading: bool = False
+
+    @classmethod
+    def of_leading(cls, segments: Sequence[Segment]) -> Placement:
+        """Leading text, which everything behind it sees where it is."""
+        pages = tuple(page for s in segments for page in s.pages)
+        return cls(pages, sum(s.num_tokens for s in segments), is_leading=True)
 
     @property
     def mark(self) -> int:
@@ -110,6 +116,12 @@ class TokenRun:
         self.private = set(new_pages)
         self.computed = sum(segment.num_tokens for segment in shared)
 
+    def see(self, context: tuple[Placement, ...], items_for: Callable[[int], int]) -> None:
+        """Says what is seen beside the run; ``items_for`` counts the work items of pages."""
+        self.context = context
+        self.context_items = sum(items_for(len(p.pages)) for p in context)
+        self.context_turns = sum(p.delta != 0 or p.temperature != 1 for p in context)
+
 
 class EncodeJob:
     """A document, or leading text, on its way into the index for everyone who waits for it.
@@ -135,6 +147,11 @@ class EncodeJob:
         self.prefix_keys = prefix_keys
         self.pinned: list[Segment] = []
         self.waiters: list[Request] = []
+
+    def wait(self, request: Request) -> None:
+        """A request cannot go on before this is done."""
+        self.waiters.append(request)
+        request.pending.append(self)
 
 
 class State(Enum):

@@ -20,8 +20,9 @@ from itertools import chain, islice
 from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
+from lazyattn_jax.engine.batching import decode_batch, prefill_chunks
+from lazyattn_jax.engine.encoding import EncodeJobs, publish
 from lazyattn_jax.engine.limits import Limits
-from lazyattn_jax.engine.request import PlacedDocument
 from lazyattn_jax.engine.runs import (
     Chunk,
     EncodeJob,
@@ -29,9 +30,7 @@ from lazyattn_jax.engine.runs import (
     Placement,
     Request,
     State,
-    TokenRun,
 )
-from lazyattn_jax.kernels.dense import BLOCK_ROWS
 
 
 class Scheduler:
@@ -47,7 +46,7 @@ class Scheduler:
         self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # oldest first
-        self.jobs: dict[bytes, EncodeJob] = {}
+        self.jobs = EncodeJobs(self.index, limits.items_for, limits.page_size)
         self.encoded: list[Request] = []  # had only documents to encode, and they are
         self.num_preemptions = 0
         self._uncopied: dict[Request, list[PageCopy]] = {}
@@ -116,11 +115,11 @@ class Scheduler:
 
     def _try_admit(self, request: Request) -> bool:
         layout, index = request.layout, self.index
-        leading = self._pin_chain(layout.leading_keys)
+        leading = self.index.pin_chain(layout.leading_keys)
         leading_missing = len(leading) < len(layout.leading_keys)
         distinct = list({d.key: d for d in layout.reused}.values())
         documents = {d.key: index.pin(d.key) for d in distinct}
-        stream = self._pin_chain(self._stream_keys(request))
+        stream = self.index.pin_chain(self._stream_keys(request))
 
         new_leading = leading_missing and layout.prefix_key not in self.jobs
         new_documents = [d for d in distinct if documents[d.key] is None and d.key not in self.jobs]
@@ -132,7 +131,7 @@ class Scheduler:
         pages = index.allocate(sum(counts))
         if pages is None:
             found = [s for s in documents.values() if s is not None]
-            self._unpin([*stream[::-1], *found, *leading[::-1]])
+            index.unpin(*stream[::-1], *found, *leading[::-1])
             return False
 
         taken = iter(pages)
@@ -140,20 +139,20 @@ class Scheduler:
         if request.cached_tokens is None:
             self._count_cached(request, leading, {d.key for d in new_documents}, stream)
         if new_leading:
-            self._new_leading_job(request, leading, groups[0])
+            self.jobs.add_leading(layout, leading, groups[0])
         elif leading_missing:
-            self._unpin(leading[::-1])  # the job under way holds its own
+            index.unpin(*leading[::-1])  # the job under way holds its own
         else:
             request.leading_pins = leading
         for document, group in zip(new_documents, groups[1:-2], strict=True):
-            self._new_document_job(request, document, group)
+            self.jobs.add_document(layout, document, group)
         if leading_missing:
             assert layout.prefix_key is not None
-            self._wait_for(request, self.jobs[layout.prefix_key])
+            self.jobs[layout.prefix_key].wait(request)
         for document in distinct:
             segment = documents[document.key]
             if segment is None:
-                self._wait_for(request, self.jobs[document.key])
+                self.jobs[document.key].wait(request)
             else:
                 request.document_pins.append(segment)
         request.run.start_with(stream, groups[-1])
@@ -163,15 +162,6 @@ class Scheduler:
         request.state = State.ENCODING
         self._start_if_ready(request)
         return True
-
-    def _pin_chain(self, keys: Iterable[bytes]) -> list[Segment]:
-        found = []
-        for key in keys:
-            segment = self.index.pin(key)
-            if segment is None:
-                break
-            found.append(segment)
-        return found
 
     def _stream_keys(self, request: Request) -> Iterable[bytes]:
         """Keys of the stream pages that may be reused: the last token is always computed."""
@@ -203,114 +193,11 @@ class Scheduler:
         text = sum(s.num_tokens for s in (*leading, *stream))
         request.cached_tokens = text + sum(request.cached_document_tokens)
 
-    # Encode jobs ----------------------------------------------------------------------------------
-
-    def _new_leading_job(
-        self, request: Request, found: list[Segment], new_pages: Sequence[int]
-    ) -> None:
-        layout = request.layout
-        assert layout.prefix_key is not None
-        run = TokenRun(layout.leading, range(len(layout.leading)), adapted=layout.adapted)
-        run.start_with(found, new_pages)
-        job = EncodeJob(layout.prefix_key, run, page_keys=layout.leading_keys)
-        job.pinned = found
-        self.jobs[job.key] = job
-
-    def _new_document_job(
-        self, request: Request, document: PlacedDocument, pages: Sequence[int]
-    ) -> None:
-        start, tokens = document.encoded_at, document.piece.tokens
-        positions = range(start, start + len(tokens))
-        run = TokenRun(tokens, positions, adapted=request.layout.adapted)
-        run.start_with((), pages)
-        prefix = request.layout.leading_keys if document.after_prefix else ()
-        self.jobs[document.key] = EncodeJob(document.key, run, prefix_keys=prefix)
-
-    def _wait_for(self, request: Request, job: EncodeJob) -> None:
-        job.waiters.append(request)
-        request.pending.append(job)
-
-    def _can_run(self, job: EncodeJob) -> bool:
-        """Whether a job can be computed now; holds the leading text for it when it can."""
-        if job.prefix_keys and not job.run.context:
-            if not all(key in self.index for key in job.prefix_keys):
-                return False
-            job.pinned = self._pin_chain(job.prefix_keys)
-            self._see(job.run, (_leading_placement(job.pinned),))
-        return True
-
-    def _finish_job(self, job: EncodeJob) -> None:
-        run, size = job.run, self.limits.page_size
-        if job.page_keys:
-            found = len(job.pinned)
-            for i, key in enumerate(job.page_keys[found:], found):
-                tokens = min(size, len(run.tokens) - i * size)
-                self._publish(run, key, [run.pages[i]], tokens, is_document=False)
-        else:
-            self._publish(run, job.key, run.pages, len(run.tokens), is_document=True)
-        for request in job.waiters:
-            request.pending.remove(job)
-            if job.page_keys:
-                request.leading_pins = self._pin_chain(job.page_keys)
-            else:
-                request.document_pins += self._pin_chain([job.key])
-            self._start_if_ready(request)
-        self._drop(job)
-
-    def _publish(
-        self, run: TokenRun, key: bytes, pages: Sequence[int], tokens: int, *, is_document: bool
-    ) -> None:
-        """Moves private pages of a run into the index, unless they are there already."""
-        if self.index.publish(key, pages, tokens, is_document=is_document) is not None:
-            run.private.difference_update(pages)
-
-    def _drop(self, job: EncodeJob) -> None:
-        del self.jobs[job.key]
-        self._unpin(job.pinned[::-1])
-        self.index.free(job.run.private)
-
     # One step -------------------------------------------------------------------------------------
 
     def schedule_prefill(self) -> list[Chunk]:
         """Chunks for one prefill step, oldest request first, within the step's capacities."""
-        chunks = self._chunks(self.limits.max_num_batched_tokens)
-        count = sum(chunk.count for chunk in chunks)
-        worth = self.limits.worth_computing(count)
-        if worth == count:
-            return chunks
-        fewer = self._chunks(worth)
-        # As many prompts may end in them as only the larger shape has room for.
-        room = self.limits.prefill_samples(worth)
-        return fewer if sum(chunk.samples for chunk in fewer) <= room else chunks
-
-    def _chunks(self, tokens: int) -> list[Chunk]:
-        limits = self.limits
-        bucket = limits.prefill_buckets[-1]
-        items, samples = limits.prefill_items(bucket), limits.prefill_samples(bucket)
-        turns = limits.turns(True, bucket) - 1
-        chunks: list[Chunk] = []
-        scheduled: set[EncodeJob] = set()
-        for request in self.active:
-            owners: list[EncodeJob | Request] = [
-                job for job in request.pending if job not in scheduled and self._can_run(job)
-            ]
-            scheduled.update(job for job in owners if isinstance(job, EncodeJob))
-            if request.state is State.PREFILL:
-                owners.append(request)
-            for owner in owners:
-                run = owner.run
-                per_block = self._items_of(run)
-                blocks = items // per_block
-                count = min(run.remaining, tokens, blocks * BLOCK_ROWS)
-                chunk = Chunk(run, run.computed, count, owner)
-                if count < 1 or (chunk.samples and not samples) or turns < run.context_turns:
-                    continue
-                chunks.append(chunk)
-                tokens -= count
-                items -= per_block * -(-count // BLOCK_ROWS)
-                turns -= run.context_turns
-                samples -= chunk.samples
-        return chunks
+        return prefill_chunks(self.active, self.limits, self.jobs.can_run)
 
     def finish_prefill(self, chunks: Sequence[Chunk]) -> None:
         """Takes note that a step has been started; publishes what is complete."""
@@ -323,7 +210,8 @@ class Scheduler:
                     chunk.run.append_pending()
                     self._let_follow(chunk.owner)
             elif chunk.run.remaining == 0:
-                self._finish_job(chunk.owner)
+                for request in self.jobs.finish(chunk.owner):
+                    self._start_if_ready(request)
 
     def schedule_decode(self) -> list[Request]:
         """Requests for one decode step, each with room for one more token.
@@ -334,16 +222,8 @@ class Scheduler:
             if _goes_on(request) and not self._make_room(request):
                 self._preempt(request)
         ready = [r for r in self.active if _goes_on(r)]
-        bucket = self.limits.decode_buckets[-1]
-        items, turns = self.limits.decode_items(bucket), self.limits.turns(False, bucket) - 1
         start = self._decode_from % len(ready) if ready else 0
-        batch: list[Request] = []
-        for request in ready[start:] + ready[:start]:
-            items -= self._items_of(request.run)
-            turns -= request.run.context_turns
-            if items < 0 or turns < 0:
-                break
-            batch.append(request)
+        batch = decode_batch(ready[start:] + ready[:start], self.limits)
         self._decode_from = start + len(batch) if len(batch) < len(ready) else 0
         return batch
 
@@ -391,14 +271,6 @@ class Scheduler:
             self.index.discard(key)
         return ended
 
-    def _see(self, run: TokenRun, context: tuple[Placement, ...]) -> None:
-        run.context = context
-        run.context_items = sum(self.limits.items_for(len(p.pages)) for p in context)
-        run.context_turns = sum(p.delta != 0 or p.temperature != 1 for p in context)
-
-    def _items_of(self, run: TokenRun) -> int:
-        return self.limits.items_for(len(run.pages)) + run.context_items
-
     def _start_if_ready(self, request: Request) -> None:
         if request.pending or request.state is not State.ENCODING:
             return
@@ -410,7 +282,7 @@ class Scheduler:
             return
         context = []
         if request.leading_pins:
-            context.append(_leading_placement(request.leading_pins))
+            context.append(Placement.of_leading(request.leading_pins))
         by_key = {segment.key: segment for segment in request.document_pins}
         documents = [
             Placement(
@@ -424,7 +296,7 @@ class Scheduler:
         ]
         if self.limits.copies_documents:
             documents = self._copied(request, documents)
-        self._see(request.run, (*context, *documents))
+        request.run.see((*context, *documents), self.limits.items_for)
         request.state = State.PREFILL
 
     def _copied(self, request: Request, documents: list[Placement]) -> list[Placement]:
@@ -438,7 +310,7 @@ class Scheduler:
         """Copies to start before anything else is: their sources are not held any longer."""
         taken, self._uncopied = self._uncopied, {}
         for request in taken:
-            self._unpin(request.document_pins[::-1])
+            self.index.unpin(*request.document_pins[::-1])
             request.document_pins = []
         return list(chain.from_iterable(taken.values()))
 
@@ -448,10 +320,10 @@ class Scheduler:
         for page in range(len(request.stream_pins), full):
             self._extend_stream_keys(request, page)
             key = request.stream_keys[page]
-            self._publish(run, key, [run.pages[page]], size, is_document=False)
+            publish(self.index, run, key, [run.pages[page]], size, is_document=False)
             # Pinned also when another request's page got in first: then ours stays private, but
             # the chain that ours continues must not lose a link.
-            request.stream_pins += self._pin_chain([key])
+            request.stream_pins += self.index.pin_chain([key])
 
     def _make_room(self, request: Request) -> bool:
         """A slot for the request's next token; preempts younger requests for it if need be."""
@@ -479,18 +351,11 @@ class Scheduler:
         self.active.remove(request)
         self._free_seats.append(request.seat)
         request.seat = -1
-        for job in request.pending:
-            job.waiters.remove(request)
-            if not job.waiters:
-                self._drop(job)
+        self.jobs.leave(request)
         self._uncopied.pop(request, None)
-        self._unpin(request.pins())
+        self.index.unpin(*request.pins())
         self.index.free(request.run.private)
         request.run.private = set()
-
-    def _unpin(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
-            self.index.unpin(segment)
 
     def check_integrity(self) -> None:
         """Checks that pages and pins are exactly those of the requests and jobs under way.
@@ -518,8 +383,3 @@ def _goes_on(request: Request) -> bool:
 def _seen(request: Request) -> list[bytes]:
     """Keys of all that a request sees: of its documents it may have copies only."""
     return [s.key for s in request.pins()] + [d.key for d in request.layout.reused]
-
-
-def _leading_placement(segments: Sequence[Segment]) -> Placement:
-    pages = tuple(page for s in segments for page in s.pages)
-    return Placement(pages, sum(s.num_tokens for s in segments), is_leading=True)
