@@ -142,11 +142,13 @@ def prefill_loops(shape: Any, blocks: int, work: TpuPrefillWork) -> tuple[Loop, 
         ]
     for pieces in PREFILL_PIECES:
         cut = slots * pieces == PREFILL_TILE
-        attend.append(over_heads(f"tiles in {pieces} pieces", cut, high - low))
-    turn = _loop("queries to turn", np.repeat(high - low, tiles.turns) * heads)
+        rows = _loop("blocks", np.repeat((high - low)[cut], heads))
+        attend.append(_loop(f"tiles in {pieces} pieces", np.full(cut.sum(), heads), (rows,)))
+    turns = np.where(is_one, tiles.turns, 0)
+    turn = _loop("queries to turn", np.repeat(high - low, turns) * heads)
     inner = (
         *tiles.loops(np.ones(len(tiles), bool)),
-        _loop("turns", tiles.turns, (turn,)),
+        _loop("turns", turns, (turn,)),
         *attend,
     )
     window = (

@@ -67,7 +67,8 @@ class _Shape:
         return [
             *self.reader.scratch(),
             pltpu.VMEM(self.window, self.reader.dtype),  # queries, rolled
-            pltpu.VMEM((PREFILL_PIECES, *self.window), self.reader.dtype),  # queries, turned
+            pltpu.VMEM(self.window, self.reader.dtype),  # queries, turned
+            pltpu.VMEM((PREFILL_TILE, LANES), self.reader.dtype),  # keys of a head, turned
             pltpu.VMEM((3, *self.window), jnp.float32),  # softmax
         ]
 
@@ -76,8 +77,9 @@ class _Shape:
         """Bytes of a core's memory."""
         item = jnp.dtype(self.reader.dtype).itemsize
         elements = self.reader.heads * self.group * window_rows(self.group) * LANES
-        window = elements * ((5 + PREFILL_PIECES) * item + 3 * 4)
-        return self.reader.depth * self.reader.tile_bytes + window + _MARGIN
+        window = elements * (6 * item + 3 * 4)
+        keys = PREFILL_TILE * LANES * item
+        return self.reader.depth * self.reader.tile_bytes + window + keys + _MARGIN
 
 
 def kernel_shape(
@@ -156,7 +158,7 @@ def lazy_prefill(
 def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     sizes, group, size = shape.reader, shape.group, block_rows(shape.group)
     pools, out_ref = refs[: sizes.pools], refs[sizes.pools]
-    *scratch, across, queries, softmax = refs[sizes.pools + 1 :]
+    *scratch, across, queries, turned_keys, softmax = refs[sizes.pools + 1 :]
     window, windows = pl.program_id(1), pl.num_programs(1)
     head_block = pl.ds(pl.program_id(0) * sizes.heads, sizes.heads)
     reader = Reader(sizes, head_block, stream_ref, angles_ref, pools, *scratch)
@@ -181,11 +183,9 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
     def store(ref, k, block, x):
         ref[k, :, rows_of(block)] = x.reshape(group, size, LANES).astype(ref.dtype)
 
-    def attend_to(tile, slots, pieces, k, block, visible, rows=None):
-        keys, values = reader.keys_and_values(tile, k, slots)
+    def attend_to(q, keys, values, k, block, visible, rows=None):
         before = [load(softmax.at[i], k, block) for i in range(3)]
-        turned = [load(queries.at[i], k, block) for i in range(pieces)]
-        after = attend(turned, keys, values, before, visible)
+        after = attend([load(q, k, block)], keys, values, before, visible)
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             store(softmax.at[i], k, block, new if rows is None else jnp.where(rows, new, old))
 
@@ -201,13 +201,13 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
             def _(i):
                 body(i >> (count - 1), begin + (i & (count - 1)))
 
-        @pl.loop(0, tile.turns)
+        @pl.loop(0, jnp.where(slots == PREFILL_TILE, tile.turns, 0))
         def _(i):
             cos, sin = factors(angles[i], shape.head_dim)
 
             def turn(k, block):
                 q, other = (load(x, k, block).astype(jnp.float32) for x in (q_ref, across))
-                store(queries.at[i], k, block, q * cos + other * sin)
+                store(queries, k, block, q * cos + other * sin)
 
             all_heads(low, turn)
 
@@ -220,19 +220,44 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
             return lax.broadcasted_iota(jnp.int32, (group, size, LANES), 1) + block * size
 
         def plain(k, block):
-            attend_to(tile, PREFILL_TILE, 1, k, block, None)
+            keys, values = reader.keys_and_values(tile, k, PREFILL_TILE)
+            attend_to(queries, keys, values, k, block, None)
 
-        def documents(slots, pieces, k, block):
-            """What every row sees all of: other rows of the block are left as they are."""
+        def own_rows(block):
+            """Other rows of the block are left as they are."""
             row = rows_of_block(block).reshape(group * size, LANES)
-            visible = [reader.word(tile.others + 5 + 2 * i) for i in range(pieces)]
-            rows = (row >= first) & (row < end)
-            attend_to(tile, slots, pieces, k, block, visible, rows)
+            return (row >= first) & (row < end)
+
+        def document(slots, k, block):
+            """What every row sees all of."""
+            keys, values = reader.keys_and_values(tile, k, slots)
+            attend_to(queries, keys, values, k, block, [seen], own_rows(block))
 
         def causal(slots, k, block):
             row = rows_of_block(block)
             visible = jnp.where((row >= first) & (row < end), jnp.minimum(seen, here + row + 1), 0)
-            attend_to(tile, slots, 1, k, block, [visible.reshape(group * size, LANES)])
+            visible = visible.reshape(group * size, LANES)
+            keys, values = reader.keys_and_values(tile, k, slots)
+            attend_to(queries, keys, values, k, block, [visible])
+
+        def documents(pieces):
+            """Several documents: it takes less to turn their keys, each by its own angles."""
+            visible = [reader.word(tile.others + 5 + 2 * i) for i in range(pieces)]
+            turns = [factors(angles[i], shape.head_dim) for i in range(pieces)]
+            each = PREFILL_TILE // pieces
+
+            @pl.loop(0, sizes.heads)
+            def _(k):
+                keys, values = reader.keys_and_values(tile, k, PREFILL_TILE)
+                for i, (cos, sin) in enumerate(turns):
+                    part = pl.ds(i * each, each)
+                    own = keys[i * each : (i + 1) * each].astype(jnp.float32)
+                    turned = own * cos + rolled(own) * rolled(sin)
+                    turned_keys[part] = turned.astype(turned_keys.dtype)
+
+                @pl.loop(low, high)
+                def _(block):
+                    attend_to(q_ref, turned_keys[...], values, k, block, visible, own_rows(block))
 
         is_one, sees_all = slots == PREFILL_TILE, here + first >= seen - 1
         is_whole = (lax.rem(first, size) == 0) & (lax.rem(end, size) == 0)
@@ -240,14 +265,12 @@ def _kernel(shape, first_ref, q_ref, stream_ref, angles_ref, *refs):
         pl.when(is_plain)(lambda: all_heads(low, plain))
         for less, most in zip((0, *WIDTHS), WIDTHS, strict=False):
             fits = is_one & ~is_plain & (seen > less) & (seen <= most)
-            body = functools.partial(documents, most, 1)
+            body = functools.partial(document, most)
             pl.when(fits & sees_all)(functools.partial(all_heads, low, body))
             body = functools.partial(causal, most)
             pl.when(fits & ~sees_all)(functools.partial(all_heads, begin, body))
         for pieces in PIECES:
-            body = functools.partial(documents, PREFILL_TILE, pieces)
-            is_cut = slots == PREFILL_TILE // pieces
-            pl.when(is_cut)(functools.partial(all_heads, low, body))
+            pl.when(slots == PREFILL_TILE // pieces)(functools.partial(documents, pieces))
 
     reader.tiles(first_ref[window + 1] - first_ref[window], work)
 
