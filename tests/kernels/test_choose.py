@@ -20,6 +20,8 @@ HOPPER = SimpleNamespace(
 AMPERE = SimpleNamespace(
     platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0", core_count=108
 )
+V5E = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+V3 = SimpleNamespace(platform="tpu", device_kind="TPU v3")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 LLAMA = {"dtype": jnp.bfloat16, "head_dim": 128, "page_size": 64, "group": 4}
 
@@ -28,6 +30,10 @@ def test_auto_takes_the_fastest_that_runs():
     assert choose("auto", **LLAMA, device=HOPPER) == "mosaic_gpu"
     assert choose("auto", **LLAMA, device=AMPERE) == "xla"
     assert choose("auto", **LLAMA, device=CPU) == "xla"
+    assert choose("auto", **LLAMA, device=V5E) == "mosaic_tpu"
+    assert choose("auto", **LLAMA | {"dtype": jnp.float32}, device=V5E) == "mosaic_tpu"
+    assert choose("auto", **LLAMA, device=V3) == "xla"
+    assert choose("auto", **LLAMA | {"dtype": jnp.float16}, device=V5E) == "xla"
     assert choose("auto", **LLAMA | {"head_dim": 96}, device=HOPPER) == "xla"
     assert choose("auto", **LLAMA | {"dtype": jnp.float32}, device=HOPPER) == "xla"
 
@@ -36,22 +42,27 @@ def test_a_named_implementation_is_kept():
     for name in ("xla", "reference"):
         assert choose(name, **LLAMA, device=HOPPER) == name
     assert choose("mosaic_gpu", **LLAMA, device=HOPPER) == "mosaic_gpu"
+    assert choose("mosaic_tpu", **LLAMA, device=V5E) == "mosaic_tpu"
 
 
 @pytest.mark.parametrize(
-    ("device", "change", "reason"),
+    ("name", "device", "change", "reason"),
     [
-        (CPU, {}, "device cpu; runs on NVIDIA Hopper"),
-        (AMPERE, {}, "NVIDIA A100, compute capability 8.0; runs on NVIDIA Hopper"),
-        (HOPPER, {"dtype": jnp.float32}, "dtype float32; takes bfloat16 and float16"),
-        (HOPPER, {"head_dim": 96}, "head_dim 96; takes 64 and 128"),
-        (HOPPER, {"page_size": 8}, "page size 8; takes 16, 32, 64 and 128"),
-        (HOPPER, {"group": 32}, "32 query heads a KV head; takes up to 16"),
+        ("mosaic_tpu", CPU, {}, "device cpu; runs on TPU v4 and later"),
+        ("mosaic_tpu", V3, {}, "device TPU v3; runs on TPU v4 and later"),
+        ("mosaic_tpu", V5E, {"dtype": jnp.float16}, "dtype float16; takes bfloat16 and float32"),
+        ("mosaic_gpu", V5E, {}, "device TPU v5 lite; runs on NVIDIA Hopper"),
+        ("mosaic_gpu", CPU, {}, "device cpu; runs on NVIDIA Hopper"),
+        ("mosaic_gpu", AMPERE, {}, "NVIDIA A100, compute capability 8.0; runs on NVIDIA Hopper"),
+        ("mosaic_gpu", HOPPER, {"dtype": jnp.float32}, "dtype float32; takes bfloat16 and float16"),
+        ("mosaic_gpu", HOPPER, {"head_dim": 96}, "head_dim 96; takes 64 and 128"),
+        ("mosaic_gpu", HOPPER, {"page_size": 8}, "page size 8; takes 16, 32, 64 and 128"),
+        ("mosaic_gpu", HOPPER, {"group": 32}, "32 query heads a KV head; takes up to 16"),
     ],
 )
-def test_a_named_implementation_never_falls_back(device, change, reason):
+def test_a_named_implementation_never_falls_back(name, device, change, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        choose("mosaic_gpu", **LLAMA | change, device=device)
+        choose(name, **LLAMA | change, device=device)
 
 
 def test_unknown_names_are_refused():
