@@ -33,7 +33,7 @@ Prompt = Sequence[Sequence[int] | DocumentPiece]
 
 
 MAX_GAP = 1_000_000
-"""Positions that can be left out: at ten times as many angles are good to float32 no more."""
+"""Positions that can be left out: as many as the longest contexts that models are made for."""
 
 TEMPERATURES = 0.1, 10.0
 """The range of document temperatures."""
