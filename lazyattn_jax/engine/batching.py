@@ -19,21 +19,25 @@ def prefill_chunks(
       limits: of a step.
       can_run: whether an encode job can be computed now.
     """
-    chunks = _chunks(requests, limits, can_run, limits.max_num_batched_tokens)
+    tokens, bucket = limits.max_num_batched_tokens, limits.prefill_buckets[-1]
+    chunks = _chunks(requests, limits, can_run, tokens, bucket)
     count = sum(chunk.count for chunk in chunks)
     worth = limits.worth_computing(count)
     if worth == count:
         return chunks
-    fewer = _chunks(requests, limits, can_run, worth)
-    # As many prompts may end in them as only the larger shape has room for.
-    room = limits.prefill_samples(worth)
-    return fewer if sum(chunk.samples for chunk in fewer) <= room else chunks
+    # The smaller shape also has room for fewer items, turns and prompts that end.
+    fewer = _chunks(requests, limits, can_run, worth, worth)
+    return fewer if 4 * sum(chunk.count for chunk in fewer) >= 3 * worth else chunks
 
 
 def _chunks(
-    requests: Sequence[Request], limits: Limits, can_run: Callable[[EncodeJob], bool], tokens: int
+    requests: Sequence[Request],
+    limits: Limits,
+    can_run: Callable[[EncodeJob], bool],
+    tokens: int,
+    bucket: int,
 ) -> list[Chunk]:
-    bucket = limits.prefill_buckets[-1]
+    """Chunks of at most so many tokens that a step of a shape has room for."""
     items, samples = limits.prefill_items(bucket), limits.prefill_samples(bucket)
     turns = limits.turns(True, bucket) - 1
     chunks: list[Chunk] = []

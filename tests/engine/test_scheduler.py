@@ -179,6 +179,32 @@ def test_prefill_steps_are_not_padded_by_more_than_a_quarter():
     assert steps(2600) == [2000, 512, 88]
 
 
+@pytest.mark.parametrize(
+    ("documents", "tokens", "steps"),
+    [
+        (0, 15, [(480, 512), (120, 512)]),  # 40 of 15 tokens: 32 prompts may end in 512
+        (8, 20, [(420, 512), (380, 512)]),  # 21 prompts with 8 documents can be turned for
+        (8, 16, [(592, 1024), (48, 64)]),  # that would be 336 tokens, and leave more room empty
+    ],
+)
+def test_a_smaller_step_has_room_for_all_that_is_in_it(documents, tokens, steps):
+    limits = replace(LIMITS, num_pages=1000, max_num_seqs=64, max_documents=8, max_model_len=3000)
+    limits = replace(limits, max_num_batched_tokens=1024, given_prefill_buckets=(64, 512, 1024))
+    planner, scheduler = Planner(limits, dense_lists(limits), np.ones(8)), Scheduler(limits)
+    pieces = [DocumentPiece((i,) * 3) for i in range(documents)]
+    for i in range(40):
+        leading = ((99,),) if pieces else ()
+        scheduler.add(request_of(limits, *leading, *pieces, (i,) * tokens))
+    scheduler.admit()
+    while scheduler.jobs:
+        scheduler.finish_prefill(scheduler.schedule_prefill())
+    found = []
+    while chunks := scheduler.schedule_prefill():
+        found.append((sum(chunk.count for chunk in chunks), planner.prefill(chunks).bucket))
+        scheduler.finish_prefill(chunks)
+    assert found == steps
+
+
 def test_decode_shares_a_document_between_requests():
     """Two rows with different deltas in one item; each stream has items of its own."""
     scheduler = Scheduler(LIMITS)
