@@ -35,7 +35,8 @@ def test_client_leaves_a_stream(server: RunningServer, engine: Engine) -> None:
     with Gate(engine) as gate:
         gate.allow(8)  # leading text, document, question, a token; each is read a step later
         with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
-            assert next(response.iter_lines()).startswith("data: {")
+            lines = response.iter_lines()  # kept: when it goes the response is closed
+            assert next(lines).startswith("data: {")
             requests = [request for request, _ in engine._streams.values()]
             assert len(requests) == 2
         # The abort waits for the ninth step, or has come before that.
