@@ -65,9 +65,8 @@ class TokenRun:
     published. ``computed`` counts the tokens whose KV is in the pool, or will be when the steps
     that have been started are done. The last ``pending`` tokens are not known yet: a step that has
     been started chooses them. ``pages`` holds C integers, so that a plan can take those of a whole
-    batch at once. ``context_items`` and ``context_turns`` are the
-    work items and turns of the context. ``adapted`` says whether the
-    tokens are computed with the model's adapter.
+    batch at once. ``context_items`` and ``context_turns`` are the work items and turns of the
+    context. ``adapted`` says whether the tokens are computed with the model's adapter.
     """
 
     def __init__(
