@@ -96,7 +96,7 @@ class Plot:
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1 if self.percent else None)
-        axes.yaxis.set_major_formatter("{x:.0%}" if self.percent else "{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:.0%}" if self.percent else "{x:,g}")
         axes.set_title(self.title, loc="left", fontsize=10)
         axes.set_xlabel(self.label)
         axes.legend(loc="best")
