@@ -79,6 +79,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=float, default=default.warmup, metavar="SHARE", help="of the steps")
     add("--weight-decay", type=float, default=default.weight_decay, help="of AdamW")
     add(
+        "--block-share",
+        type=float,
+        default=default.block_share,
+        metavar="SHARE",
+        help="of the loss that is the block mask's, the rest is the full mask's",
+    )
+    add(
         "--distill",
         type=float,
         default=default.distill,

@@ -187,37 +187,11 @@ def attention(
     scale: float,
 ) -> Float[Array, "R T N H"]:
     """Masked attention of rows to themselves; scores and softmax in float32."""
-    rows, length, _, size = q.shape
-    # The query heads of a KV head as one matrix: nothing as large as the scores is transposed.
-    grouped = q.reshape(rows, length, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
-    packed = grouped.reshape(rows, k.shape[2], -1, size)
-    scores = _scores(packed, k).reshape(*grouped.shape[:4], length)
-    scores = jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("rkms,rskh->rkmh", weights.reshape(*packed.shape[:3], length), v)
-    return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-
-
-@jax.custom_vjp
-def _scores(q: Float[Array, "R K M H"], k: Float[Array, "R T K H"]) -> Float[Array, "R K M T"]:
-    """Products in float32, whose gradients are multiplied in the dtype of the inputs."""
-    return jnp.einsum("rkmh,rskh->rkms", q, k, preferred_element_type=jnp.float32)
-
-
-def _scores_forward(q: Array, k: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _scores(q, k), (q, k)
-
-
-def _scores_backward(inputs: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    q, k = inputs
-    grad = grad.astype(q.dtype)
-    return (
-        jnp.einsum("rkms,rskh->rkmh", grad, k),
-        jnp.einsum("rkms,rkmh->rskh", grad, q),
+    # Only cuDNN has a kernel for this that never writes the scores down, and only for 16 bits.
+    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None], scale=scale, implementation="cudnn" if on_gpu else "xla"
     )
-
-
-_scores.defvjp(_scores_forward, _scores_backward)
 
 
 class _Module:

@@ -37,8 +37,8 @@ class Settings:
       schedule: how it falls to 0 after the warm-up: ``cosine`` or ``linear``.
       warmup: share of the steps in which it rises.
       weight_decay: of AdamW.
-      distill: weight of KL(full mask || block mask) on the answer's tokens, beside the mean of the
-        two masks' losses.
+      block_share: of the loss is that of the block mask, the rest that of the full mask.
+      distill: weight of KL(full mask || block mask) on the answer's tokens, beside that loss.
       eval_every: steps between two evaluations, each followed by a checkpoint.
       seed: of the first adapter.
     """
@@ -49,6 +49,7 @@ class Settings:
     schedule: str = "cosine"
     warmup: float = 0.03
     weight_decay: float = 0.0
+    block_share: float = 0.8
     distill: float = 1.0
     eval_every: int = 100
     seed: int = 0
@@ -61,6 +62,8 @@ class Settings:
             raise ValueError(f"schedule is {self.schedule!r}, must be 'cosine' or 'linear'")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup is {self.warmup}, must be from 0 to less than 1")
+        if not 0 <= self.block_share <= 1:
+            raise ValueError(f"block_share is {self.block_share}, must be between 0 and 1")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}, must be above 0")
         for name in ("weight_decay", "distill"):
@@ -218,10 +221,12 @@ class Trainer:
     def _train_step(
         self, state: State, frozen: Weights, batch: Batch, rate: Float[Array, ""]
     ) -> tuple[State, Losses]:
+        block = self._settings.block_share
+
         def objective(weights: Weights, part: Batch) -> tuple[jax.Array, Losses]:
             losses = self._forward.losses({**frozen, **weights}, part)
             distance = losses.divergence * self._settings.distill
-            return losses.loss.mean() + distance, losses
+            return losses.loss @ jnp.array([1 - block, block]) + distance, losses
 
         def add(total: Any, part: Batch) -> tuple[Any, None]:
             grads, losses = jax.grad(objective, has_aux=True)(state.weights, part)

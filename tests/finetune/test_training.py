@@ -28,6 +28,7 @@ from lazyattn_jax.finetune.checkpoints import Checkpoints, State
 from lazyattn_jax.finetune.data import Questions
 from lazyattn_jax.finetune.forward import Forward, stack
 from lazyattn_jax.finetune.report import Report
+from lazyattn_jax.finetune.train import Settings, Trainer
 from lazyattn_jax.models.load import load_model
 from lazyattn_jax.models.lora import with_adapter
 
@@ -168,3 +169,32 @@ def test_settings_that_cannot_work_are_refused(data, tmp_path, monkeypatch, caps
     assert "'{question}' in it" in refused(ask="what?")
     monkeypatch.setattr(jax, "devices", lambda: [None] * 3)
     assert "rows is 2, must be a multiple of the 3 devices" in refused()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_step_follows_the_weighed_losses(data, tmp_path, share):
+    """The first step of Adam goes against the gradient's sign, however large the gradient is."""
+    loaded, dtype = load_model("dummy:tiny"), jnp.dtype("float32")
+    source = Source([Questions(data)], loaded.tokenizer, RECIPE, SHAPE, end=END, seed=0)
+    settings = Settings(steps=1, rank=0, learning_rate=1e-3, block_share=share, distill=0.5)
+    trainer = Trainer(loaded, settings, SHAPE, dtype)
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+        with Report(tmp_path, 1, 0) as report:
+            trainer.run(source, [], checkpoints, report)
+        after = trainer.weights(checkpoints, 1)
+    batch = jax.tree.map(lambda x: x[0], next(source.endless()))
+    forward = Forward(loaded.config, dtype, SHAPE.length)
+
+    @jax.jit
+    def gradient(weights):
+        def objective(weights):
+            losses = forward.losses(weights, batch)
+            full, block = losses.loss
+            return (1 - share) * full + share * block + 0.5 * losses.divergence
+
+        return jax.grad(objective)(weights)
+
+    for name, grad in gradient(trainer.base).items():
+        moved, clear = after[name] - trainer.base[name], np.abs(grad) > 1e-3 * np.abs(grad).max()
+        assert clear.sum() > 10
+        assert (np.sign(moved) == -np.sign(grad))[clear].all(), name
