@@ -129,6 +129,14 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         "last use (default: %(default)s)",
     )
     add(
+        "--max-overtaken",
+        type=int,
+        metavar="N",
+        default=defaults.max_overtaken,
+        help="so many requests may be computed before one that came earlier, if fewer of their "
+        "documents have to be encoded (default: %(default)s, first come, first served)",
+    )
+    add(
         "--share-reads",
         action=argparse.BooleanOptionalAction,
         default=defaults.share_reads,

@@ -45,19 +45,21 @@ class LeastRecentlyUsed:
         return self._segments.popitem(last=False)[1]
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A segment and its place in an order."""
+
     priority: float
     number: int  # of equal priorities the least recently used goes first
     segment: Segment
 
 
-class _Ranked:
+class Ranked:
     """Segments by priority, the lowest first."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._entries: dict[bytes, _Entry] = {}
-        self._heap: list[_Entry] = []  # some are out of date
+        self._entries: dict[bytes, Entry] = {}
+        self._heap: list[Entry] = []  # some are out of date
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -67,16 +69,19 @@ class _Ranked:
         return entry is not None and entry.segment is segment
 
     def put(self, segment: Segment, priority: float) -> None:
-        entry = _Entry(priority, next(self._numbers), segment)
+        """Files a segment."""
+        entry = Entry(priority, next(self._numbers), segment)
         self._entries[segment.key] = entry
         heapq.heappush(self._heap, entry)
 
     def remove(self, segment: Segment) -> None:
+        """Forgets a segment."""
         del self._entries[segment.key]
         if len(self._heap) > 2 * len(self._entries) + 100:
             self._rank(self._entries.values())
 
-    def take(self) -> _Entry:
+    def take(self) -> Entry:
+        """Removes the first one."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._entries.get(entry.segment.key) is entry:
@@ -91,7 +96,7 @@ class _Ranked:
         self._entries = {entry.segment.key: entry for entry in entries}
         self._rank(entries)
 
-    def _rank(self, entries: Iterable[_Entry]) -> None:
+    def _rank(self, entries: Iterable[Entry]) -> None:
         self._heap = list(entries)
         heapq.heapify(self._heap)
 
@@ -112,7 +117,7 @@ class GreedyDual:
 
     def __init__(self) -> None:
         self._clock = 0.0
-        self._ranked = _Ranked()
+        self._ranked = Ranked()
 
     def add(self, segment: Segment) -> None:
         """Files a segment by its priority."""
@@ -150,7 +155,7 @@ class LeastFrequentlyUsed:
     MEMORY = 8
 
     def __init__(self) -> None:
-        self._ranked = _Ranked()
+        self._ranked = Ranked()
         self._counts: dict[bytes, _Count] = {}  # of what is in the pool, as far as known
         self._evicted: OrderedDict[bytes, float] = OrderedDict()
         self._most = 64  # segments filed at once

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lazyattn_jax.cache.awaited import Awaited
 from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
 
@@ -82,15 +83,14 @@ class SegmentIndex:
 
     Args:
       allocator: of the pool's pages.
-      policy: makes what says which go first; GreedyDual-Size-Frequency by default.
+      policy: makes what says which go first of those that nobody in line needs;
+        GreedyDual-Size-Frequency by default.
     """
 
     def __init__(self, allocator: PageAllocator, policy: NewPolicy = GreedyDual) -> None:
         self._allocator = allocator
-        self._new_policy = policy
-        self._policy = policy()
+        self._unpinned = Awaited(policy)
         self._segments: dict[bytes, Segment] = {}
-        self._unpinned: set[bytes] = set()
         self._unpinned_pages = 0
         self._kept: dict[bytes, int] = {}  # pages by key; pinned while in the index
         self.num_evicted = 0
@@ -126,8 +126,8 @@ class SegmentIndex:
         if segment is None:
             return None
         if segment.pins == 0:
-            self._policy.remove(segment)
-            self._not_evictable(segment)
+            self._unpinned.remove(segment)
+            self._unpinned_pages -= len(segment.pages)
         segment.pins += 1
         return segment
 
@@ -155,6 +155,21 @@ class SegmentIndex:
             segment.pins -= 1
             if segment.pins == 0:
                 self._evictable(segment)
+
+    def want(self, keys: Iterable[bytes], turn: int) -> None:
+        """Notes what a request in line will need, here or not; the lowest turn comes first."""
+        for key in keys:
+            self._unpinned.want(key, turn)
+
+    def unwant(self, keys: Iterable[bytes], turn: int) -> None:
+        """Takes ``want`` back."""
+        for key in keys:
+            self._unpinned.drop(key, turn)
+
+    @property
+    def num_wanted(self) -> int:
+        """Keys that requests in line need."""
+        return self._unpinned.num_wanted
 
     def keep(self, key: bytes, num_pages: int) -> None:
         """Pins a segment for good: now if it is here, else as soon as it is published.
@@ -202,7 +217,7 @@ class SegmentIndex:
         if count > self.num_available:
             return None
         while self._allocator.num_free < count:
-            self._evict(self._policy.take())
+            self._evict(self._unpinned.take())
         return self._allocator.allocate(count)
 
     def free(self, pages: Iterable[int]) -> None:
@@ -212,26 +227,21 @@ class SegmentIndex:
     def discard(self, key: bytes) -> None:
         """Evicts a segment if it is here and not pinned."""
         if key in self._unpinned:
-            self._policy.remove(self._segments[key])
+            self._unpinned.remove(self._segments[key])
             self._evict(self._segments[key])
 
     def clear(self) -> None:
         """Evicts every segment that is not pinned, and forgets how often what is gone was used."""
-        for key in list(self._unpinned):
+        for key in list(self._segments):
             self.discard(key)
-        self._policy = self._new_policy()
+        self._unpinned.forget_uses()
 
     def _evictable(self, segment: Segment) -> None:
-        self._policy.add(segment)
-        self._unpinned.add(segment.key)
+        self._unpinned.add(segment)
         self._unpinned_pages += len(segment.pages)
 
-    def _not_evictable(self, segment: Segment) -> None:
-        self._unpinned.remove(segment.key)
-        self._unpinned_pages -= len(segment.pages)
-
     def _evict(self, segment: Segment) -> None:
-        self._not_evictable(segment)
+        self._unpinned_pages -= len(segment.pages)
         del self._segments[segment.key]
         self._allocator.free(segment.pages)
         self.num_evicted += 1

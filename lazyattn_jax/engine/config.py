@@ -48,9 +48,12 @@ class EngineConfig:
       document_repair: first tokens of every document, rounded up to whole pages, that are computed
         in the request's context and not reused.
       document_temperature: scores of text against documents are divided by it.
-      eviction: which segments go first when pages are needed: ``gdsf`` (GreedyDual-Size-Frequency:
-        those that bring least for their pages), ``lfu`` (the same by a count that outlives
-        eviction: for documents that come back, not for chats) or ``lru`` (the least recently used).
+      eviction: which segments go first of those that no request in line needs: ``gdsf``
+        (GreedyDual-Size-Frequency: those that bring least for their pages), ``lfu`` (the same by a
+        count that outlives eviction: for documents that come back, not for chats) or ``lru`` (the
+        least recently used).
+      max_overtaken: how many requests may be computed before one that came earlier, because fewer
+        of their documents have to be encoded; with 0 it is first come, first served.
       share_reads: a decode step reads a document once for all requests that hold it; without, once
         for each, which is only good for measuring what that brings.
       attention: implementation of the attention: ``auto``, ``mosaic_gpu`` (NVIDIA Hopper),
@@ -75,6 +78,7 @@ class EngineConfig:
     document_repair: int = 0
     document_temperature: float = 1.0
     eviction: str = "gdsf"
+    max_overtaken: int = 0
     share_reads: bool = True
     attention: str = "auto"
     dtype: str = "auto"
@@ -96,6 +100,8 @@ class EngineConfig:
         _ = self.context  # checks its values
         if self.eviction not in POLICIES:
             raise ValueError(f"eviction is {self.eviction!r}, must be one of {', '.join(POLICIES)}")
+        if self.max_overtaken < 0:
+            raise ValueError(f"max_overtaken is {self.max_overtaken}, must be at least 0")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ValueError(
                 f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"

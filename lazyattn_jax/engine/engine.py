@@ -73,7 +73,9 @@ class Engine:
         self.page_bytes = self.limits.page_size * bytes_per_token(loaded.config, dtype)
         ends = loaded.config.eos_token_ids or (loaded.tokenizer.eos_token_id,)
         self._end_tokens = frozenset(end for end in ends if end is not None)
-        self.scheduler = Scheduler(self.limits, POLICIES[config.eviction])
+        self.scheduler = Scheduler(
+            self.limits, POLICIES[config.eviction], max_overtaken=config.max_overtaken
+        )
         self._runner = Runner(
             loaded,
             self.limits,

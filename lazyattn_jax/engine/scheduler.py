@@ -4,7 +4,9 @@ A request moves through WAITING -> ENCODING -> PREFILL -> DECODE -> FINISHED. On
 segments are looked up and the hits pinned; every miss becomes an encode job, shared by all requests
 that need it; and all pages that its prompt needs are taken at once, so that whatever is admitted
 can be computed to the end of its prompt. Only generated tokens take pages later on; when none are
-left the youngest request gives its pages back and starts again where it was.
+left the youngest request gives its pages back and starts again where it was. So that this is rare,
+and documents that others in line need can stay, some of the pool is left when requests are
+admitted.
 
 A step counts as computed as soon as it has been started: what is started later finds its KV in the
 pool, since the device takes one step after another. Only the tokens it chooses come later.
@@ -12,10 +14,10 @@ pool, since the device takes one step after another. Only the tokens it chooses 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
 from lazyattn_jax.cache.pages import PageAllocator
@@ -23,6 +25,7 @@ from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.batching import decode_batch, prefill_chunks
 from lazyattn_jax.engine.encoding import EncodeJobs, publish
 from lazyattn_jax.engine.limits import Limits
+from lazyattn_jax.engine.line import Line
 from lazyattn_jax.engine.runs import (
     Chunk,
     EncodeJob,
@@ -32,6 +35,8 @@ from lazyattn_jax.engine.runs import (
     State,
 )
 
+_HEADROOM = 0.05  # of the pool, that an admission leaves to requests and documents
+
 
 class Scheduler:
     """Owns requests, encode jobs, the segment index and page allocation.
@@ -39,12 +44,15 @@ class Scheduler:
     Args:
       limits: of requests, steps and the pool.
       eviction: which segments go first when pages are needed.
+      max_overtaken: how many requests may be admitted before one that came earlier.
     """
 
-    def __init__(self, limits: Limits, eviction: NewPolicy = GreedyDual) -> None:
+    def __init__(
+        self, limits: Limits, eviction: NewPolicy = GreedyDual, *, max_overtaken: int = 0
+    ) -> None:
         self.limits = limits
         self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
-        self.waiting: deque[Request] = deque()
+        self.waiting = Line(self.index, self._missing, max_overtaken)
         self.active: list[Request] = []  # oldest first
         self.jobs = EncodeJobs(self.index, limits.items_for, limits.page_size)
         self.encoded: list[Request] = []  # had only documents to encode, and they are
@@ -71,7 +79,7 @@ class Scheduler:
         that one, once the leader's prompt has been computed and can be shared.
         """
         if leader is None or leader.state is State.FINISHED:
-            self.waiting.append(request)
+            self.waiting.join(request, self._needed(request))
         else:
             leader.followers.append(request)
             request.leader = leader
@@ -84,7 +92,7 @@ class Scheduler:
             request.leader.followers.remove(request)
             request.leader = None
         elif request.state is State.WAITING:
-            self.waiting.remove(request)
+            self.waiting.leave(request)
         else:
             self._release(request)
         request.state = State.FINISHED
@@ -93,25 +101,40 @@ class Scheduler:
     def _let_follow(self, leader: Request) -> None:
         for follower in leader.followers[::-1]:
             follower.leader = None
-            self.waiting.appendleft(follower)
+            self.waiting.join_first(follower, self._needed(follower))
         leader.followers = []
 
     # Admission ------------------------------------------------------------------------------------
 
     def admit(self, seated: Callable[[Request], None] = lambda request: None) -> None:
-        """Admits waiting requests in order, as long as they fit.
+        """Admits waiting requests one after the other, as long as they fit.
 
         Args:
           seated: called with each of them once it has a seat.
         """
         while self.waiting and self._free_seats:
-            request = self.waiting[0]
+            request = self.waiting.next()
             # After a preemption its last tokens may still be on their way.
             if request.run.pending or not self._try_admit(request):
                 return
+            self.waiting.admit(request)
             request.seat = self._free_seats.pop()
-            self.active.append(self.waiting.popleft())
+            self.active.append(request)
             seated(request)
+
+    def _needed(self, request: Request) -> list[bytes]:
+        """Keys of all segments that a request can use, as far as it is known by now."""
+        layout = request.layout
+        documents = dict.fromkeys(d.key for d in layout.reused)
+        stream = takewhile(self.index.__contains__, self._stream_keys(request))
+        return [*layout.leading_keys, *documents, *stream]
+
+    def _missing(self, request: Request) -> int:
+        """Tokens of documents that nobody has begun to encode."""
+        layout, index, jobs = request.layout, self.index, self.jobs
+        return sum(
+            len(d.piece.tokens) for d in layout.reused if d.key not in index and d.key not in jobs
+        )
 
     def _try_admit(self, request: Request) -> bool:
         layout, index = request.layout, self.index
@@ -128,7 +151,10 @@ class Scheduler:
         counts += [pages_for(len(d.piece.tokens)) for d in new_documents]
         counts += [self.limits.copied_pages(layout)]
         counts += [pages_for(len(request.run.tokens)) - len(stream)]
-        pages = index.allocate(sum(counts))
+        # Whoever is alone may have all of it.
+        headroom = int(self.limits.num_pages * _HEADROOM) if self.active else 0
+        fits = sum(counts) + headroom <= index.num_available
+        pages = index.allocate(sum(counts)) if fits else None
         if pages is None:
             found = [s for s in documents.values() if s is not None]
             index.unpin(*stream[::-1], *found, *leading[::-1])
@@ -345,7 +371,7 @@ class Scheduler:
         request.state = State.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.join_first(request, self._needed(request))
 
     def _release(self, request: Request) -> None:
         self.active.remove(request)

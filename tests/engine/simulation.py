@@ -90,6 +90,7 @@ class Counts:
     spoiled: int = 0  # requests that ended because of KV that was not finite
     thrown_away: int = 0  # tokens chosen for requests that had ended
     copied: int = 0  # documents
+    overtaken: int = 0  # requests, by others that came later
     by_stage: dict[str, int] = field(default_factory=dict)  # cancellations
 
 
@@ -116,6 +117,7 @@ class Simulation:
         eviction: str = "gdsf",
         *,
         copies: bool = False,
+        max_overtaken: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.context = context
@@ -128,7 +130,7 @@ class Simulation:
             max_documents=6,
             copies_documents=copies,
         )
-        self.scheduler = Scheduler(self.limits, POLICIES[eviction])
+        self.scheduler = Scheduler(self.limits, POLICIES[eviction], max_overtaken=max_overtaken)
         self.device = FakeDevice(self.limits)
         self.documents = [tuple(self.rng.choices(range(50), k=n)) for n in (1, 3, 4, 5, 9, 21)]
         self.started: deque[Started] = deque()
@@ -137,7 +139,8 @@ class Simulation:
         self.counts = Counts()
         self.now = 0
         self.arrived = 0
-        self.last_admitted = -1
+        self.max_overtaken = max_overtaken
+        self.overtaken: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self) -> None:
         """A request with a random prompt, or several that share one."""
@@ -284,10 +287,14 @@ class Simulation:
         return any(d.key == owner.key and d.reused for d in layout.documents)
 
     def _seated(self, request: Request) -> None:
-        """First come, first served, but for who was preempted or waited for another's prompt."""
-        if request.num_preemptions == 0 and request not in self.followers:
-            assert int(request.id) > self.last_admitted
-            self.last_admitted = int(request.id)
+        """Nobody is overtaken too often, but by who was preempted or waited for a leader."""
+        if request.num_preemptions or request in self.followers:
+            return
+        for other in self.scheduler.waiting:
+            if int(other.id) < int(request.id) and not other.num_preemptions:
+                self.overtaken[other] = self.overtaken.get(other, 0) + 1
+                self.counts.overtaken += 1
+                assert self.overtaken[other] <= self.max_overtaken
 
     def _choose(self, requests: list[Request], spans: list[Span]) -> None:
         chosen = [(r, END if self.rng.random() < 0.03 else self.rng.randrange(3)) for r in requests]
@@ -370,6 +377,7 @@ class Simulation:
             self.turn()
         assert not self.live
         assert not self.scheduler.jobs
+        assert not self.scheduler.index.num_wanted
         self.scheduler.index.clear()
         assert self.scheduler.index.num_available == self.limits.num_pages
         assert len(self.scheduler.index) == 0
@@ -388,7 +396,12 @@ def main() -> None:
         context = rng.choice([DocumentContext(False, 0), DocumentContext(True, 5)])
         seed, num_pages = rng.randrange(2**32), rng.choice([26, 45, 200])
         simulation = Simulation(
-            seed, num_pages, context, rng.choice(list(POLICIES)), copies=part % 4 == 3
+            seed,
+            num_pages,
+            context,
+            rng.choice(list(POLICIES)),
+            copies=part % 4 == 3,
+            max_overtaken=rng.choice([0, 3]),
         )
         for _ in range(min(10_000, args.steps - part * 10_000)):
             simulation.step()

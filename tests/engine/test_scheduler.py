@@ -52,6 +52,17 @@ def test_random_traffic_with_copies(seed, num_pages):
         assert simulation.scheduler.index.num_evicted > 0
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_with_overtaking(seed):
+    """Nobody is overtaken more than three times; see ``Simulation._seated``."""
+    simulation = Simulation(seed, 26, DocumentContext(True, 5), max_overtaken=3)
+    for _ in range(1000):
+        simulation.step()
+    simulation.drain()
+    assert simulation.counts.finished > 40
+    assert simulation.counts.overtaken > 5
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same with orders of events that hypothesis thinks of, and makes short when one fails."""
 
@@ -155,6 +166,63 @@ def test_a_large_request_is_not_overtaken():
     scheduler.finish(first)
     scheduler.admit()
     assert scheduler.active == [large, small]
+
+
+def test_who_has_documents_in_the_pool_goes_first():
+    """So far as nobody is overtaken more than twice."""
+    scheduler = Scheduler(replace(LIMITS, max_num_seqs=1), max_overtaken=2)
+    a, b, c = (DocumentPiece((i,) * 32) for i in range(3))
+    first = request_of(LIMITS, a, (1,))
+    scheduler.add(first)
+    scheduler.admit()
+    while scheduler.jobs:
+        scheduler.finish_prefill(scheduler.schedule_prefill())
+    later = [request_of(LIMITS, *x, (1,)) for x in ((b,), (b, c), (a, c), (a,), (a,), (a,))]
+    for request in later:
+        scheduler.add(request)
+    order = []
+    while scheduler.waiting:
+        scheduler.finish(scheduler.active[0])
+        scheduler.admit()
+        (active,) = scheduler.active
+        order.append(later.index(active))
+    assert order == [3, 4, 0, 1, 2, 5]
+    assert not scheduler.index.num_wanted
+
+
+def test_what_others_in_line_need_is_evicted_last():
+    """Of three documents, used often, twice and once, the one that is needed stays."""
+    limits = replace(LIMITS, max_num_seqs=1, num_pages=16)
+    scheduler = Scheduler(limits)
+    a, b, c, new = (DocumentPiece((i,) * 64) for i in range(4))
+    for documents in ((a, b, c), (a, b), (a,)):
+        scheduler.add(request := request_of(limits, *documents, (1,)))
+        scheduler.admit()
+        while chunks := scheduler.schedule_prefill():
+            scheduler.finish_prefill(chunks)
+        scheduler.finish(request)
+    assert len(scheduler.index) == 3
+    for documents in ((new,), (c,)):
+        scheduler.add(request_of(limits, *documents, (2,)))
+    scheduler.admit()
+    keys = [d.key for d in request_of(limits, a, b, c, (1,)).layout.reused]
+    assert [key in scheduler.index for key in keys] == [True, False, True]
+
+
+def test_an_admission_leaves_some_of_the_pool():
+    """A twentieth of 64 pages is 3: 16 and 45 are too many, unless there is nobody else."""
+    scheduler, first = chunk_request(LIMITS, range(250))
+    scheduler.admit()
+    second, third = (request_of(LIMITS, range(n)) for n in (45 * 16 + 16, 45 * 16))
+    for large, fits in ((second, False), (third, True)):
+        scheduler.add(large)
+        scheduler.admit()
+        assert (large in scheduler.active) == fits
+        scheduler.finish(large)
+    scheduler.finish(first)
+    scheduler.add(whole := request_of(LIMITS, range(64 * 16)))
+    scheduler.admit()
+    assert scheduler.active == [whole]
 
 
 def test_prefill_steps_are_not_padded_by_more_than_a_quarter():
