@@ -7,10 +7,9 @@ by its deltas included, is worked out once and kept for as long as the run lives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
-from operator import attrgetter
+from itertools import chain
+from struct import pack
 from typing import NamedTuple
-from weakref import finalize
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -23,17 +22,16 @@ from lazyattn_jax.models.rope import Rotations
 class _Context(NamedTuple):
     """The context of one run; small arrays as bytes, since those of a batch are joined faster so.
 
-    ``counts`` (int64 ``[3]``) are its placements, pages and turns. Columns of ``table`` (int64
-    ``[n, 5]``): where the placement is inserted, its first entry in ``pages`` (int32), its tokens,
-    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``turns``
-    (cosines and sines) plus 1.
+    Columns of ``table`` (int64 ``[n, 5]``), a row for each placement: the page that marks it, its
+    pages, its tokens, where it is inserted, and whether it is turned. ``pages`` (int32) are as
+    ``Runs.filled`` says. ``turns`` are cosines and sines of those that are turned.
     """
 
+    owner: ContextTables
     placements: tuple[Placement, ...]
-    counts: bytes
     table: bytes
     pages: bytes
-    turns: Float[np.ndarray, "2 u H//2"]
+    turns: Float[np.ndarray, "u 2 H//2"]
 
 
 class BatchContext:
@@ -53,21 +51,21 @@ class BatchContext:
     ) -> None:
         self._contexts = contexts
         self._turns: dict[int, Turns] = {}
-        counts = _joined([c.counts for c in contexts], np.int64, 3)
-        before = np.cumsum(counts, axis=0) - counts
-        self.row = np.repeat(np.arange(len(contexts)), counts[:, 0])
-        table = _joined([c.table for c in contexts], np.int64, 5)
-        self.insert_at, start, self._length, mark, turn = table.T
-        self.num_turns = 1 + int(counts[:, 2].sum())
-        self.turn = np.where(turn, turn + before[self.row, 2], 0)
-        start = start + before[self.row, 1]
+        counts = [len(c.placements) for c in contexts]
+        self.row = np.repeat(np.arange(len(contexts)), counts)
+        table = np.frombuffer(b"".join([c.table for c in contexts]), np.int64).reshape(-1, 5)
+        mark, num_pages, self._length, self.insert_at, turned = table.T
+        turn = np.cumsum(turned)
+        self.num_turns = 1 + int(turn[-1]) if len(turn) else 1
+        self.turn = turn * turned
         if not share:
             mark = np.arange(len(mark))
             marks = np.zeros(len(mark), np.int64)
-        run, kept = _same(mark, marks)
-        self.run = run + len(contexts)
+        number, kept = _same(mark, marks)
+        self.run = number + len(contexts)
+        start = np.cumsum(num_pages) - num_pages
         pages = np.frombuffer(b"".join([c.pages for c in contexts]), np.int32)
-        self.runs = Runs(pages, start[kept], self._length[kept])
+        self.runs = Runs(pages, start[kept], self._length[kept], filled=0)
 
     def decode_references(self) -> References:
         """Of a step in which every run computes its last token: run ``r`` is row ``r``."""
@@ -102,87 +100,87 @@ class BatchContext:
         if capacity not in self._turns:
             table = np.zeros((2, capacity, self._contexts[0].turns.shape[2]), np.float32)
             table[0, 0] = 1
-            np.concatenate(
-                [c.turns for c in self._contexts], axis=1, out=table[:, 1 : self.num_turns]
-            )
+            rows = table.transpose(1, 0, 2)[1 : self.num_turns]
+            np.concatenate([c.turns for c in self._contexts], out=rows)
             table.flags.writeable = False
             self._turns[capacity] = Turns(*table)
         return self._turns[capacity]
 
 
 class ContextTables:
-    """Makes and keeps the contexts of runs.
+    """Makes the contexts of runs, and keeps them with the runs.
 
     Args:
       rotations: of the model.
       num_pages: pages of the pool.
+      pages_together: of the ``WorkLists``.
       share: make placements of the same pages one run.
     """
 
-    def __init__(self, rotations: Rotations, num_pages: int, *, share: bool = True) -> None:
+    def __init__(
+        self, rotations: Rotations, num_pages: int, *, pages_together: int = 1, share: bool = True
+    ) -> None:
         self._share = share
         self._rotations = rotations
-        self._known: dict[int, _Context] = {}  # by the id of a run that lives
+        self._pages_together = pages_together
         self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
 
     def of(self, runs: Sequence[TokenRun]) -> BatchContext:
         """The contexts of some runs together."""
-        known = self._known
-        found = [known.get(id(run)) for run in runs]
+        contexts = [run.planned for run in runs]
         new = [
             run
-            for run, context in zip(runs, found, strict=True)
-            if context is None or context.placements is not run.context
+            for run, context in zip(runs, contexts, strict=True)
+            if context is None
+            or context.placements is not run.context
+            or context.owner is not self
         ]
         if new:
             self._add(new)
-        contexts = [known[id(run)] for run in runs]
+            contexts = [run.planned for run in runs]
         return BatchContext(contexts, self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
-        placements = [placement for run in runs for placement in run.context]
-        delta, insert_at, length, mark = (
-            np.fromiter(map(attrgetter(name), placements), np.int64)
-            for name in ("delta", "insert_at", "num_tokens", "mark")
-        )
-        temperature = np.fromiter((p.temperature for p in placements), np.float32)
-        page_lists = [placement.pages for placement in placements]
-        num_pages = np.fromiter(map(len, page_lists), np.int64)
-        pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
+        placements = list(chain.from_iterable([run.context for run in runs]))
+        delta = np.array([p.delta for p in placements], np.int64)
+        temperature = np.array([p.temperature for p in placements], np.float32)
         turned = (delta != 0) | (temperature != 1)
+        turns = np.stack(self._rotations.rows(-delta[turned]), axis=1)
         # A query divided by the temperature has its scores divided: kernels need not know of it.
-        cos, sin = (x / temperature[turned, None] for x in self._rotations.rows(-delta[turned]))
-        # Where the pages and turns of each placement begin, and what each run has of all three.
-        page_at, turn_at = (np.cumsum(np.append(0, counts)) for counts in (num_pages, turned))
-        at = np.cumsum([0, *(len(run.context) for run in runs)])
-        first = np.repeat(at[:-1], np.diff(at))
+        turns /= temperature[turned, None, None]
+        pages = [_filled(p.pages, self._pages_together) for p in placements]
         columns = (
-            insert_at,
-            page_at[:-1] - page_at[first],
-            length,
-            mark,
-            np.where(turned, turn_at[1:] - turn_at[first], 0),
+            [p.mark for p in placements],
+            [len(p) // 4 for p in pages],
+            [p.num_tokens for p in placements],
+            [p.insert_at for p in placements],
+            turned,
         )
-        table = np.stack(columns, axis=1)
-        bounds = np.stack([at, page_at[at], turn_at[at]], axis=1)
-        counts = np.diff(bounds, axis=0)
-        pairs = pairwise(bounds.tolist())
-        for run, count, ((a, c, e), (b, d, f)) in zip(runs, counts, pairs, strict=True):
-            if id(run) not in self._known:
-                finalize(run, self._known.pop, id(run))
-            self._known[id(run)] = _Context(
+        table = np.array(columns, np.int64).T.tobytes()
+        row = len(table) // max(1, len(placements))
+        turn_at = np.append(0, np.cumsum(turned)).tolist()
+        end = 0
+        for run in runs:
+            begin, end = end, end + len(run.context)
+            run.planned = _Context(
+                self,
                 run.context,
-                count.tobytes(),
-                table[a:b].tobytes(),
-                pages[c:d].tobytes(),
+                table[row * begin : row * end],
+                b"".join(pages[begin:end]),
                 # A copy: a view would keep the turns of all runs for as long as one of them lives.
-                np.stack([cos[e:f], sin[e:f]]),
+                turns[turn_at[begin] : turn_at[end]].copy(),
             )
+
+
+def _filled(pages: tuple[int, ...], multiple: int) -> bytes:
+    """Pages as int32, with the last one again up to a multiple."""
+    pages += pages[-1:] * (-len(pages) % multiple)
+    return pack(f"{len(pages)}i", *pages)
 
 
 def _same(
     mark: Int[np.ndarray, "n"], scratch: Int[np.ndarray, "P"]
-) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
+) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "S"]]:
     """Numbers placements by their marks: the number of each, and which come first with theirs.
 
     ``scratch`` has an entry for every page of the pool, in whatever state: no sorting needed.
@@ -191,9 +189,4 @@ def _same(
     scratch[mark[::-1]] = index[::-1]  # of equal pages the last one written, the first, stays
     first = scratch[mark]
     comes_first = first == index
-    return (np.cumsum(comes_first) - 1)[first], comes_first
-
-
-def _joined(parts: Sequence[bytes], dtype: type, columns: int) -> np.ndarray:
-    """The rows of all parts; they cannot be written to."""
-    return np.frombuffer(b"".join(parts), dtype).reshape(-1, columns)
+    return (np.cumsum(comes_first) - 1)[first], np.flatnonzero(comes_first)

@@ -77,7 +77,12 @@ class Planner:
         self._lists = lists
         self._rotations = Rotations(inverse_frequencies)
         self._rope_factor = rope_factor
-        self._contexts = ContextTables(self._rotations, limits.num_pages, share=share)
+        self._contexts = ContextTables(
+            self._rotations,
+            limits.num_pages,
+            pages_together=lists.pages_together,
+            share=share,
+        )
         self._decoded: tuple[list[tuple[Placement, ...]], _Batch] | None = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepPlan:
@@ -207,11 +212,12 @@ class _Spans:
 
     def runs_and(self, others: Runs) -> Runs:
         """The runs as far as the step computes them, and then others."""
-        pages, start, length = others
+        pages, start, length, _ = others
         return Runs(
             np.concatenate([pages, self.pages]),
             np.concatenate([self.first_page + len(pages), start]),
             np.concatenate([self.start + self.count, length]),
+            filled=len(self.runs),
         )
 
 
