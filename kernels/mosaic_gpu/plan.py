@@ -162,8 +162,8 @@ def arrange(
     Lengths only decide which runs are worth sharing, and leave out runs that are empty.
     """
     row, _, run, turn, _ = references
-    used = runs.length[run] > 0
-    if not used.all():
+    if not runs.length.all():
+        used = runs.length[run] > 0
         row, run, turn = row[used], run[used], turn[used]
     row = _narrow(row)
     shared = np.zeros(len(row), bool)
@@ -174,18 +174,17 @@ def arrange(
     alone = alone[np.argsort(row[alone], kind="stable")]
     together = together[np.argsort(_narrow(run[together]), kind="stable")]
     order, n = np.concatenate([alone, together]), len(alone)
-    row, run = row[order], run[order]
+    row, run, turn = row[order], run[order], turn[order]
     first_together = n + _first_of_items(run[n:], rows_per_entry(group))
-    first = np.concatenate([np.arange(n), first_together])
-    size = np.ones_like(first)
-    size[n:] = np.diff(first_together, append=len(row))
-    fresh = np.ones(len(first) + 1, bool)  # and whatever comes after the last
+    bounds = np.concatenate([np.arange(n), first_together, [len(row)]])
+    first, size = bounds[:-1], bounds[1:] - bounds[:-1]
+    fresh = np.ones(len(bounds), bool)  # of the last item too, and of whatever comes after it
     fresh[1:n] = row[1:n] != row[: max(0, n - 1)]
-    columns = (0, 0, 0, first, size, fresh[1:], fresh[:-1], (size * group + 7) // 8)
-    entries = np.empty((len(first), COLUMNS), np.int32)
-    for i, column in enumerate(columns):
+    columns = (first, size, fresh[1:], fresh[:-1], (size * group + 7) // 8)
+    entries = np.zeros((len(first), COLUMNS), np.int32)
+    for i, column in enumerate(columns, 3):
         entries[:, i] = column
-    table = columns_of((row, turn[order]), "references", None, spare=ROWS)
+    table = columns_of((row, turn), "references", None, spare=ROWS)
     return Arrangement(table, row, first, size, run[first], entries)
 
 
@@ -209,13 +208,16 @@ def lay_out(
     references, row, first, size, run, uncut = arrangement
     length = runs.length[run]
     tiles = (length + (tile - 1)) // tile
-    end = np.cumsum(tiles)
-    begin, total = end - tiles, int(tiles.sum())
-
+    ends = np.cumsum(tiles)
+    begin, total = ends - tiles, int(ends[-1]) if len(ends) else 0
     worker_begin = np.arange(workers + 1) * total // workers
     item, inside, cuts = _cut(begin, worker_begin)
-    entries = uncut.take(item, axis=0)
-    entries[:, 0], entries[:, 1] = cuts[:-1], np.diff(cuts)
+
+    num_entries = max(1, len(item)) if capacity is None else capacity.entries
+    padded_entries = zeros(len(item), COLUMNS, "entries", num_entries)
+    entries = padded_entries[: len(item)]
+    uncut.take(item, axis=0, out=entries, mode="clip")
+    entries[:, 0], entries[:, 1] = cuts[:-1], cuts[1:] - cuts[:-1]
     entries[:, 2] = (length - (tiles - 1) * tile)[item]
     entries[inside - 1, 2] = tile
     worker_entry = np.searchsorted(cuts, worker_begin)
@@ -228,18 +230,20 @@ def lay_out(
     # Partial results, by query row.
     written = np.flatnonzero(entries[:, 5])
     of = item[written]
-    part, place = spread(size[of])
-    part_row = row[first[of][part] + place]
+    count, first_of = size[of], first[of]
+    part = np.repeat(np.arange(len(written)), count)
+    reference = np.arange(len(part)) + (first_of - (np.cumsum(count) - count))[part]
+    part_row = row[reference]
     by_row = np.argsort(part_row, kind="stable")
-    part, place = part[by_row], place[by_row] * group
+    part, place = part[by_row], reference[by_row] * group
+    first_of *= group
+    part_at = (results[written] - first_of)[part] + place, (written * PACKED - first_of)[part] + place
     parts = np.bincount(part_row, minlength=num_rows)
-    part_at = results[written][part] + place, (written * PACKED)[part] + place
 
     # Of a table without any rows a kernel still reads the first.
     limits = capacity or Capacity(
         max(1, len(item)), max(1, len(row)), max(1, total), max(1, len(part))
     )
-    entries = padded(entries, "entries", limits.entries)
     # A worker reads the references of a whole entry, whatever its number of rows.
     references = padded(references[: len(row)], "references", limits.references, spare=ROWS)
     pages = zeros(total, max(1, tile // page_size), "tiles", limits.tiles)
@@ -248,7 +252,7 @@ def lay_out(
     return HopperDecodeWork(
         bounds.astype(np.int32),
         _starts(bounds, entries, references, pages),
-        entries,
+        padded_entries,
         references,
         pages,
         np.append(0, np.cumsum(parts)).astype(np.int32),
@@ -284,13 +288,13 @@ def _narrow(keys: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
 
 
 def _first_of_items(run: Int[np.ndarray, "n"], width: int) -> Int[np.ndarray, "I"]:
-    """The first reference of each item of some references that share a run, sorted by run."""
-    start = np.flatnonzero(np.append(True, run[1:] != run[:-1])[: len(run)])
-    held = np.diff(start, append=len(run))
+    """The first reference of each item of some that are sorted by run: rows that share it."""
+    bounds = np.concatenate([[0], np.flatnonzero(run[1:] != run[:-1]) + 1, [len(run)]])
+    start, held = bounds[:-1], bounds[1:] - bounds[:-1]
     # Equal items rather than full ones and a small rest.
     items = -(-held // width)
     owner, place = spread(items)
-    return start[owner] + place * -(-held // items)[owner]
+    return start[owner] + place * -(-held // np.maximum(items, 1))[owner]
 
 
 def _cut(
@@ -298,18 +302,20 @@ def _cut(
 ) -> tuple[Int[np.ndarray, "E"], Int[np.ndarray, "n"], Int[np.ndarray, "E+1"]]:
     """Cuts the line of tiles where items begin, and where workers that have any tiles do.
 
-    Returns the item of each entry, the entries that begin within an item, and their borders.
+    Returns the item of each entry, the entries that begin within an item, and where entries begin,
+    with the end of the line.
     """
     inner = worker_begin[:-1][worker_begin[:-1] < worker_begin[1:]]
     of = np.searchsorted(begin, inner, side="right") - 1
     within = inner > begin[of]
     of, inner = of[within], inner[within]
     inside = of + np.arange(1, len(of) + 1)
-    goes_on = np.zeros(len(begin) + len(of), np.int64)
-    goes_on[inside] = 1
-    item = np.arange(len(goes_on)) - np.cumsum(goes_on)
-    cuts = np.append(begin[item], worker_begin[-1])
-    cuts[inside] = inner
+    of_next = np.ones(len(begin) + len(of), np.int64)
+    of_next[:1] = of_next[inside] = 0
+    item = np.cumsum(of_next)
+    cuts = np.empty(len(item) + 1, np.int64)
+    begin.take(item, out=cuts[:-1], mode="clip")
+    cuts[inside], cuts[-1] = inner, worker_begin[-1]
     return item, inside, cuts
 
 
@@ -334,20 +340,15 @@ def _fill_in_pages(
         pages.take(at, axis=0, out=out, mode="clip")
     some = np.flatnonzero(run < runs.filled)
     run, tiles, begin = run[some], tiles[some], begin[some]
-    within = np.cumsum(tiles) - tiles
-    at = np.repeat(begin - within, tiles)
-    at += np.arange(len(at))
-    line = np.repeat(runs.start[run] * parts - within * boxes, tiles * boxes)
-    line += np.arange(len(line))
-    box = line.reshape(-1, boxes)
-    if boxes > 1:
+    start, length = runs.start[run], runs.length[run]
+    owner, place = spread(tiles)
+    if parts > 1:
+        rows = (runs.pages[start[owner] + place // parts] * parts + place % parts)[:, None]
+    else:
+        box = (start[owner] + place * boxes)[:, None] + np.arange(boxes)
         # Boxes past the run read its last page again; their slots are masked.
-        length = runs.length[run]
-        ragged = np.flatnonzero(length % tile)
-        last = runs.start[run[ragged]] - (-length[ragged] // page_size) - 1
-        ends = within[ragged] + tiles[ragged] - 1
-        box[ends] = np.minimum(box[ends], last[:, None])
-    out[at] = runs.pages[box] if parts == 1 else runs.pages[box // parts] * parts + box % parts
+        rows = runs.pages[np.minimum(box, (start + (length - 1) // page_size)[owner, None])]
+    out[begin[owner] + place] = rows
 
 
 def _starts(

@@ -7,31 +7,42 @@ by its deltas included, is worked out once and kept for as long as the run lives
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from struct import pack
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from lazyattn_jax.engine.runs import Placement, TokenRun
 from lazyattn_jax.kernels.work import References, Runs, Turns
 from lazyattn_jax.models.rope import Rotations
 
+_MOST_PARTS = 16
+"""Parts that a batch is put together of before its contexts are all taken one by one."""
 
-class _Context(NamedTuple):
-    """The context of one run; small arrays as bytes, since those of a batch are joined faster so.
 
-    Columns of ``table`` (int64 ``[n, 5]``), a row for each placement: the page that marks it, its
-    pages, its tokens, where it is inserted, and whether it is turned. ``pages`` (int32) are as
-    ``Runs.filled`` says. ``turns`` are cosines and sines of those that are turned.
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class _Part:
+    """Arrays of the contexts of one or several runs.
+
+    Columns of ``table``, a row for each placement: the page that marks it, its pages, its tokens,
+    where it is inserted, and whether it is turned. ``pages`` are as ``Runs.filled`` says. ``turns``
+    are cosines and sines of those that are turned.
     """
+
+    table: Int[np.ndarray, "n 5"]
+    pages: Int[np.ndarray, "p"]
+    turns: Float[np.ndarray, "2 u H//2"]
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class _Context(_Part):
+    """The context of one run, and who made it of what."""
 
     owner: ContextTables
     placements: tuple[Placement, ...]
-    table: bytes
-    pages: bytes
-    turns: Float[np.ndarray, "u 2 H//2"]
 
 
 class BatchContext:
@@ -45,31 +56,44 @@ class BatchContext:
     def __init__(
         self,
         contexts: Sequence[_Context],
+        before: BatchContext | None,
         marks: Int[np.ndarray, "P"],
         *,
         share: bool,
     ) -> None:
-        self._contexts = contexts
+        self.contexts = contexts
         self._turns: dict[int, Turns] = {}
-        counts = [len(c.placements) for c in contexts]
+        parts = _parts(contexts, before) if before is not None else contexts
+        self._turn_rows = [p.turns for p in parts]  # put together when they are first asked for
+        counts = np.array([len(c.placements) for c in contexts])
+        self._placement_at = _ends(counts)
         self.row = np.repeat(np.arange(len(contexts)), counts)
-        table = np.frombuffer(b"".join([c.table for c in contexts]), np.int64).reshape(-1, 5)
-        mark, num_pages, self._length, self.insert_at, turned = table.T
-        turn = np.cumsum(turned)
-        self.num_turns = 1 + int(turn[-1]) if len(turn) else 1
-        self.turn = turn * turned
+        self._table = np.concatenate([p.table for p in parts])
+        mark, num_pages, self._length, self.insert_at, turned = self._table.T
+        self._page_at, self._turn_at = _ends(num_pages), _ends(turned)
+        self.num_turns = 1 + int(self._turn_at[-1])
+        self.turn = self._turn_at[1:] * turned
         if not share:
             mark = np.arange(len(mark))
-            marks = np.zeros(len(mark), np.int64)
+            marks = np.zeros(len(mark), np.int32)
         number, kept = _same(mark, marks)
         self.run = number + len(contexts)
-        start = np.cumsum(num_pages) - num_pages
-        pages = np.frombuffer(b"".join([c.pages for c in contexts]), np.int32)
-        self.runs = Runs(pages, start[kept], self._length[kept], filled=0)
+        pages = np.concatenate([p.pages for p in parts])
+        self.runs = Runs(pages, self._page_at[kept], self._length[kept], filled=0)
+
+    def part(self, first: int, end: int) -> _Part:
+        """Arrays of the contexts ``first .. end - 1``; turns have been asked for before."""
+        a, b = self._placement_at[first], self._placement_at[end]
+        (turn_rows,) = self._turn_rows
+        return _Part(
+            self._table[a:b],
+            self.runs.pages[self._page_at[a] : self._page_at[b]],
+            turn_rows[:, self._turn_at[a] : self._turn_at[b]],
+        )
 
     def decode_references(self) -> References:
         """Of a step in which every run computes its last token: run ``r`` is row ``r``."""
-        own = np.arange(len(self._contexts))
+        own = np.arange(len(self.contexts))
         row = np.concatenate([own, self.row])
         turn = np.concatenate([np.zeros_like(own), self.turn])
         one, run = np.ones_like(row), np.concatenate([own, self.run])
@@ -89,7 +113,7 @@ class BatchContext:
         seen = count[self.row] - skipped
         some = seen > 0
         columns = first_row[self.row] + skipped, seen, self.run, self.turn, self._length
-        own = np.arange(len(self._contexts))
+        own = np.arange(len(self.contexts))
         own_columns = first_row, count, own, np.zeros_like(own), start
         return References(
             *(np.concatenate([a, b[some]]) for a, b in zip(own_columns, columns, strict=True))
@@ -98,10 +122,12 @@ class BatchContext:
     def turns(self, capacity: int) -> Turns:
         """The identity and all turns, padded; made once, so they cannot be written to."""
         if capacity not in self._turns:
-            table = np.zeros((2, capacity, self._contexts[0].turns.shape[2]), np.float32)
-            table[0, 0] = 1
-            rows = table.transpose(1, 0, 2)[1 : self.num_turns]
-            np.concatenate([c.turns for c in self._contexts], out=rows)
+            table = np.empty((2, capacity, self.contexts[0].turns.shape[2]), np.float32)
+            table[:, 0] = [[1], [0]]
+            rows = table[:, 1 : self.num_turns]
+            np.concatenate(self._turn_rows, axis=1, out=rows)
+            table[:, self.num_turns :] = 0
+            self._turn_rows = [rows]
             table.flags.writeable = False
             self._turns[capacity] = Turns(*table)
         return self._turns[capacity]
@@ -123,10 +149,10 @@ class ContextTables:
         self._share = share
         self._rotations = rotations
         self._pages_together = pages_together
-        self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
+        self._marks = np.zeros(num_pages, np.int32)  # scratch of _same
 
-    def of(self, runs: Sequence[TokenRun]) -> BatchContext:
-        """The contexts of some runs together."""
+    def of(self, runs: Sequence[TokenRun], before: BatchContext | None = None) -> BatchContext:
+        """The contexts of some runs together; faster if most of them were in the batch before."""
         contexts = [run.planned for run in runs]
         new = [
             run
@@ -138,16 +164,16 @@ class ContextTables:
         if new:
             self._add(new)
             contexts = [run.planned for run in runs]
-        return BatchContext(contexts, self._marks, share=self._share)
+        return BatchContext(contexts, before, self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
         placements = list(chain.from_iterable([run.context for run in runs]))
         delta = np.array([p.delta for p in placements], np.int64)
         temperature = np.array([p.temperature for p in placements], np.float32)
         turned = (delta != 0) | (temperature != 1)
-        turns = np.stack(self._rotations.rows(-delta[turned]), axis=1)
+        turns = np.stack(self._rotations.rows(-delta[turned]))
         # A query divided by the temperature has its scores divided: kernels need not know of it.
-        turns /= temperature[turned, None, None]
+        turns /= temperature[turned, None]
         pages = [_filled(p.pages, self._pages_together) for p in placements]
         columns = (
             [p.mark for p in placements],
@@ -156,20 +182,43 @@ class ContextTables:
             [p.insert_at for p in placements],
             turned,
         )
-        table = np.array(columns, np.int64).T.tobytes()
-        row = len(table) // max(1, len(placements))
-        turn_at = np.append(0, np.cumsum(turned)).tolist()
-        end = 0
+        table = np.array(columns, np.int64).T
+        turn_at, end = _ends(turned).tolist(), 0
         for run in runs:
             begin, end = end, end + len(run.context)
+            # Copies: views would keep the arrays of all runs for as long as one of them lives.
             run.planned = _Context(
+                table[begin:end].copy(),
+                np.frombuffer(b"".join(pages[begin:end]), np.int32),
+                turns[:, turn_at[begin] : turn_at[end]].copy(),
                 self,
                 run.context,
-                table[row * begin : row * end],
-                b"".join(pages[begin:end]),
-                # A copy: a view would keep the turns of all runs for as long as one of them lives.
-                turns[turn_at[begin] : turn_at[end]].copy(),
             )
+
+
+def _parts(contexts: Sequence[_Context], before: BatchContext) -> Sequence[_Part]:
+    """Arrays of a batch's contexts: together, where they stood side by side in the batch before."""
+    parts: list[_Part] = []
+    begin = at = 0
+    while begin < len(contexts) and len(parts) < _MOST_PARTS:
+        try:
+            at = before.contexts.index(contexts[begin], at)
+        except ValueError:
+            parts.append(contexts[begin])
+            begin += 1
+        else:
+            same = map(is_, contexts[begin:], before.contexts[at:])
+            count = [*same, False].index(False)
+            parts.append(before.part(at, at + count))
+            begin, at = begin + count, at + count
+    return [*parts, *contexts[begin:]]
+
+
+def _ends(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n+1"]:
+    """Where the entries of each end, if there are so many of them, after a 0."""
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
 
 
 def _filled(pages: tuple[int, ...], multiple: int) -> bytes:
@@ -185,7 +234,7 @@ def _same(
 
     ``scratch`` has an entry for every page of the pool, in whatever state: no sorting needed.
     """
-    index = np.arange(len(mark))
+    index = np.arange(len(mark), dtype=np.int32)
     scratch[mark[::-1]] = index[::-1]  # of equal pages the last one written, the first, stays
     first = scratch[mark]
     comes_first = first == index

@@ -104,15 +104,16 @@ class Planner:
         """Plan of the last token of each run. Errors as ``prefill``."""
         rows = Rows.of_last_tokens(runs, self.limits.page_size)
         placements = [run.context for run in runs]
-        if self._decoded is not None and self._decoded[0] == placements:
-            batch = self._decoded[1]
+        before, batch = self._decoded or (None, None)
+        if batch is not None and before == placements:
             all_runs = rows.stored_and(batch.context.runs)
         else:
-            context = self._contexts.of(runs)
+            context = self._contexts.of(runs, batch and batch.context)
             references, all_runs = context.decode_references(), rows.stored_and(context.runs)
             batch = _Batch(context, references, self._lists.arrange(references, all_runs))
-            self._decoded = placements, batch
-        return self._step(False, self.limits.decode_buckets, rows, batch, all_runs)
+        plan = self._step(False, self.limits.decode_buckets, rows, batch, all_runs)
+        self._decoded = placements, batch
+        return plan
 
     def _step(
         self, prefill: bool, buckets: Sequence[int], rows: Rows, batch: _Batch, runs: Runs
