@@ -157,7 +157,7 @@ class Rotations:
         self._frequencies = inverse_frequencies
         self._place = self._turned(np.arange(self._BLOCK))
         # Where each block is among those made, -1 if it has not been.
-        self._made_at = np.zeros(0, np.int64)
+        self._made_at = np.full(self.FAR // self._BLOCK, -1)
         self._num_made = 0
         self._cos, self._sin = np.zeros((2, 0, len(inverse_frequencies)), np.float32)
 
@@ -168,13 +168,19 @@ class Rotations:
 
         Angles are good to float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
         """
-        distance = np.abs(positions)
-        far = np.flatnonzero(distance >= self.FAR)
-        near = distance
-        if len(far):
+        distance = near = np.abs(positions)
+        far = np.zeros(0, np.int64)
+        if distance.max(initial=0) >= self.FAR:
+            far = np.flatnonzero(distance >= self.FAR)
             near = distance.copy()
             near[far] = 0
-        row = self._made(near // self._BLOCK) * self._BLOCK + near % self._BLOCK
+        block, place = near // self._BLOCK, near % self._BLOCK
+        made_at = self._made_at[block]
+        if made_at.min(initial=0) < 0:
+            for missing in np.unique(block[made_at < 0]).tolist():
+                self._make(missing)
+            made_at = self._made_at[block]
+        row = made_at * self._BLOCK + place
         cos, sin = self._cos.take(row, axis=0), self._sin.take(row, axis=0)
         if len(far):
             z = self._turned(distance[far])
@@ -184,18 +190,6 @@ class Rotations:
         if factor != 1:  # rounded once more, but itself in float64
             cos, sin = ((x * np.float64(factor)).astype(np.float32) for x in (cos, sin))
         return cos, sin
-
-    def _made(self, blocks: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-        """Where some blocks are, which are made unless they have been before."""
-        grown = int(blocks.max(initial=-1)) + 1 - len(self._made_at)
-        if grown > 0:
-            self._made_at = np.append(self._made_at, np.full(grown, -1))
-        made_at = self._made_at[blocks]
-        if made_at.min(initial=0) < 0:
-            for block in np.unique(blocks[made_at < 0]).tolist():
-                self._make(block)
-            made_at = self._made_at[blocks]
-        return made_at
 
     def _make(self, block: int) -> None:
         at = self._num_made * self._BLOCK

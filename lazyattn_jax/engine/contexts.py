@@ -27,11 +27,12 @@ _MOST_PARTS = 16
 class _Part:
     """Arrays of the contexts of one or several runs.
 
-    Columns of ``table``, a row for each placement: the page that marks it, its pages, its tokens,
+    ``counts`` are their placements, run by run. Columns of ``table``, a row for each placement: the page that marks it, its pages, its tokens,
     where it is inserted, and whether it is turned. ``pages`` are as ``Runs.filled`` says. ``turns``
     are cosines and sines of those that are turned.
     """
 
+    counts: Int[np.ndarray, "r"]
     table: Int[np.ndarray, "n 5"]
     pages: Int[np.ndarray, "p"]
     turns: Float[np.ndarray, "2 u H//2"]
@@ -65,9 +66,9 @@ class BatchContext:
         self._turns: dict[int, Turns] = {}
         parts = _parts(contexts, before) if before is not None else contexts
         self._turn_rows = [p.turns for p in parts]  # put together when they are first asked for
-        counts = np.array([len(c.placements) for c in contexts])
-        self._placement_at = _ends(counts)
-        self.row = np.repeat(np.arange(len(contexts)), counts)
+        self._counts = np.concatenate([p.counts for p in parts])
+        self._placement_at = _ends(self._counts)
+        self.row = np.repeat(np.arange(len(contexts)), self._counts)
         self._table = np.concatenate([p.table for p in parts])
         mark, num_pages, self._length, self.insert_at, turned = self._table.T
         self._page_at, self._turn_at = _ends(num_pages), _ends(turned)
@@ -86,6 +87,7 @@ class BatchContext:
         a, b = self._placement_at[first], self._placement_at[end]
         (turn_rows,) = self._turn_rows
         return _Part(
+            self._counts[first:end],
             self._table[a:b],
             self.runs.pages[self._page_at[a] : self._page_at[b]],
             turn_rows[:, self._turn_at[a] : self._turn_at[b]],
@@ -94,10 +96,9 @@ class BatchContext:
     def decode_references(self) -> References:
         """Of a step in which every run computes its last token: run ``r`` is row ``r``."""
         own = np.arange(len(self.contexts))
-        row = np.concatenate([own, self.row])
+        row, run = np.concatenate([own, self.row]), np.concatenate([own, self.run])
         turn = np.concatenate([np.zeros_like(own), self.turn])
-        one, run = np.ones_like(row), np.concatenate([own, self.run])
-        return References(row, one, run, turn, causal=np.zeros_like(row))
+        return References(row, np.ones_like(row), run, turn, causal=np.zeros_like(row))
 
     def prefill_references(
         self,
@@ -170,10 +171,12 @@ class ContextTables:
         placements = list(chain.from_iterable([run.context for run in runs]))
         delta = np.array([p.delta for p in placements], np.int64)
         temperature = np.array([p.temperature for p in placements], np.float32)
-        turned = (delta != 0) | (temperature != 1)
+        tempered = temperature != 1
+        turned = (delta != 0) | tempered
         turns = np.stack(self._rotations.rows(-delta[turned]))
-        # A query divided by the temperature has its scores divided: kernels need not know of it.
-        turns /= temperature[turned, None]
+        if tempered.any():
+            # A query divided by it has its scores divided: kernels need not know of it.
+            turns /= temperature[turned, None]
         pages = [_filled(p.pages, self._pages_together) for p in placements]
         columns = (
             [p.mark for p in placements],
@@ -188,6 +191,7 @@ class ContextTables:
             begin, end = end, end + len(run.context)
             # Copies: views would keep the arrays of all runs for as long as one of them lives.
             run.planned = _Context(
+                np.array([end - begin]),
                 table[begin:end].copy(),
                 np.frombuffer(b"".join(pages[begin:end]), np.int32),
                 turns[:, turn_at[begin] : turn_at[end]].copy(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import contains
 from typing import NamedTuple
 
 import numpy as np
@@ -97,6 +98,7 @@ def _stored(runs: Sequence[TokenRun], length: Int[np.ndarray, "n"]) -> Runs:
 
 
 def _check_private(runs: Sequence[TokenRun], pages: Int[np.ndarray, "n"]) -> None:
-    for run, page in zip(runs, pages.tolist(), strict=True):
-        if page not in run.private:
-            raise RuntimeError(f"a step would write page {page}, which is published")
+    private = [run.private for run in runs]
+    if not all(map(contains, private, pages.tolist())):
+        wrong = next(p for own, p in zip(private, pages.tolist(), strict=True) if p not in own)
+        raise RuntimeError(f"a step would write page {wrong}, which is published")
