@@ -237,7 +237,10 @@ def lay_out(
     by_row = np.argsort(part_row, kind="stable")
     part, place = part[by_row], reference[by_row] * group
     first_of *= group
-    part_at = (results[written] - first_of)[part] + place, (written * PACKED - first_of)[part] + place
+    part_at = (
+        (results[written] - first_of)[part] + place,
+        (written * PACKED - first_of)[part] + place,
+    )
     parts = np.bincount(part_row, minlength=num_rows)
 
     # Of a table without any rows a kernel still reads the first.

@@ -20,16 +20,16 @@ from lazyattn_jax.kernels.work import References, Runs, Turns
 from lazyattn_jax.models.rope import Rotations
 
 _MOST_PARTS = 16
-"""Parts that a batch is put together of before its contexts are all taken one by one."""
+"""Parts after which the rest of a batch is put together context by context."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class _Part:
     """Arrays of the contexts of one or several runs.
 
-    ``counts`` are their placements, run by run. Columns of ``table``, a row for each placement: the page that marks it, its pages, its tokens,
-    where it is inserted, and whether it is turned. ``pages`` are as ``Runs.filled`` says. ``turns``
-    are cosines and sines of those that are turned.
+    ``counts`` are their placements, run by run. Columns of ``table``, a row for each placement: the
+    page that marks it, its pages, its tokens, where it is inserted, and whether it is turned.
+    ``pages`` are as ``Runs.filled`` says. ``turns`` are cosines and sines of those that are turned.
     """
 
     counts: Int[np.ndarray, "r"]
@@ -49,6 +49,9 @@ class _Context(_Part):
 class BatchContext:
     """The contexts of the runs of one step, run by run.
 
+    It is put together of fewer parts, and thus faster, if most of the runs were in a batch
+    ``before`` whose turns have been asked for. ``marks`` is scratch, see ``_same``.
+
     Entry ``i`` says that run ``row[i]`` of the step sees run ``run[i]`` from its token
     ``insert_at[i]`` on, turned by entry ``turn[i]``. Runs are numbered as references do: first
     those of the step, then those of ``runs``.
@@ -65,7 +68,7 @@ class BatchContext:
         self.contexts = contexts
         self._turns: dict[int, Turns] = {}
         parts = _parts(contexts, before) if before is not None else contexts
-        self._turn_rows = [p.turns for p in parts]  # put together when they are first asked for
+        self._turn_rows = [p.turns for p in parts]
         self._counts = np.concatenate([p.counts for p in parts])
         self._placement_at = _ends(self._counts)
         self.row = np.repeat(np.arange(len(contexts)), self._counts)
@@ -128,7 +131,7 @@ class BatchContext:
             rows = table[:, 1 : self.num_turns]
             np.concatenate(self._turn_rows, axis=1, out=rows)
             table[:, self.num_turns :] = 0
-            self._turn_rows = [rows]
+            self._turn_rows = [rows]  # so that the table of the batch before does not live on
             table.flags.writeable = False
             self._turns[capacity] = Turns(*table)
         return self._turns[capacity]
@@ -153,14 +156,12 @@ class ContextTables:
         self._marks = np.zeros(num_pages, np.int32)  # scratch of _same
 
     def of(self, runs: Sequence[TokenRun], before: BatchContext | None = None) -> BatchContext:
-        """The contexts of some runs together; faster if most of them were in the batch before."""
+        """The contexts of some runs together; see ``BatchContext`` for the batch ``before``."""
         contexts = [run.planned for run in runs]
         new = [
             run
             for run, context in zip(runs, contexts, strict=True)
-            if context is None
-            or context.placements is not run.context
-            or context.owner is not self
+            if context is None or context.placements is not run.context or context.owner is not self
         ]
         if new:
             self._add(new)
@@ -219,7 +220,7 @@ def _parts(contexts: Sequence[_Context], before: BatchContext) -> Sequence[_Part
 
 
 def _ends(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n+1"]:
-    """Where the entries of each end, if there are so many of them, after a 0."""
+    """Where each ends if so many of each follow one another; the first begins at 0."""
     ends = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=ends[1:])
     return ends

@@ -60,7 +60,8 @@ class Rows(NamedTuple):
     @classmethod
     def of_last_tokens(cls, runs: Sequence[TokenRun], page_size: int) -> Rows:
         """Rows of a decode step. Errors as ``of_chunks``."""
-        length = np.array([len(run.tokens) for run in runs])
+        tokens = [run.tokens for run in runs]
+        length = np.array(list(map(len, tokens)))
         stored, start, one = _stored(runs, length), length - 1, np.ones_like(length)
         page = stored.pages[stored.start + start // page_size]
         _check_private(runs, page)
@@ -69,7 +70,7 @@ class Rows(NamedTuple):
             start,
             one,
             np.arange(len(runs)),
-            np.array([run.tokens[-1] for run in runs], np.int32),
+            np.array([known[-1] for known in tokens], np.int32),
             np.array([run.positions[-1] for run in runs], np.int32),
             page,
             (start % page_size).astype(np.int32),
@@ -93,7 +94,7 @@ class Rows(NamedTuple):
 
 def _stored(runs: Sequence[TokenRun], length: Int[np.ndarray, "n"]) -> Runs:
     pages = [run.pages for run in runs]
-    count = np.array([len(p) for p in pages])
+    count = np.array(list(map(len, pages)))
     return Runs(np.frombuffer(b"".join(pages), np.int32), np.cumsum(count) - count, length)
 
 
