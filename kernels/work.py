@@ -120,7 +120,7 @@ class WorkLists(Protocol):
     def empty(self, prefill: bool, bucket: int) -> Works:
         """Lists of the shapes of that batch shape, with nothing to do."""
         nothing = np.zeros(0, np.int64)
-        references, runs = References(*[nothing] * 5), Runs(*[nothing] * 3)
+        references, runs = References(*[nothing] * 5), Runs(nothing, nothing, nothing)
         if prefill:
             works = self.prefill(references, runs, bucket)
         else:

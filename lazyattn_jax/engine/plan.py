@@ -93,7 +93,7 @@ class Planner:
         """
         rows = Rows.of_chunks(chunks, self.limits.page_size)
         context = self._contexts.of(rows.runs)
-        references = context.prefill_references(rows.first_row, rows.start, rows.count)
+        references = context.prefill_references(rows.first_row, rows.start, rows.num_rows)
         samples = sum(chunk.samples for chunk in chunks)
         limits = self.limits
         buckets = [b for b in limits.prefill_buckets if limits.prefill_samples(b) >= samples]

@@ -15,15 +15,15 @@ from lazyattn_jax.kernels.work import Runs
 
 
 class Rows(NamedTuple):
-    """Consecutive tokens of some runs: ``count[r]`` of ``runs[r]`` from token ``start[r]`` on.
+    """Consecutive tokens of some runs: ``num_rows[r]`` of ``runs[r]`` from token ``start[r]`` on.
 
-    They are the rows from ``first_row[r]`` on, and are stored at ``offset`` of ``page``. ``stored``
-    are the runs as far as they are in the pool after the step.
+    They are the rows from ``first_row[r]`` on; a row is stored at ``offset`` of ``page``. What
+    is in the pool of the runs after the step is ``stored``.
     """
 
     runs: Sequence[TokenRun]
     start: Int[np.ndarray, "n"]
-    count: Int[np.ndarray, "n"]
+    num_rows: Int[np.ndarray, "n"]
     first_row: Int[np.ndarray, "n"]
     tokens: Int[np.ndarray, "T"]
     positions: Int[np.ndarray, "T"]
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
 
     def adapted(self) -> Bool[np.ndarray, "T"]:
         """Which rows the adapter is for."""
-        return np.repeat([run.adapted for run in self.runs], self.count)
+        return np.repeat([run.adapted for run in self.runs], self.num_rows)
 
     def stored_and(self, others: Runs) -> Runs:
         """The runs themselves, and then others, whose pages are listed as ``Runs.filled`` says."""
