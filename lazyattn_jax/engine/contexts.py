@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from struct import pack
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -23,7 +22,7 @@ _MOST_PARTS = 16
 """Parts after which the rest of a batch is put together context by context."""
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Part:
     """Arrays of the contexts of one or several runs.
 
@@ -38,7 +37,7 @@ class _Part:
     turns: Float[np.ndarray, "2 u H//2"]
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Context(_Part):
     """The context of one run, and who made it of what."""
 
@@ -178,23 +177,25 @@ class ContextTables:
         if tempered.any():
             # A query divided by it has its scores divided: kernels need not know of it.
             turns /= temperature[turned, None]
-        pages = [_filled(p.pages, self._pages_together) for p in placements]
+        page_lists = [_filled(p.pages, self._pages_together) for p in placements]
         columns = (
             [p.mark for p in placements],
-            [len(p) // 4 for p in pages],
+            list(map(len, page_lists)),
             [p.num_tokens for p in placements],
             [p.insert_at for p in placements],
             turned,
         )
         table = np.array(columns, np.int64).T
-        turn_at, end = _ends(turned).tolist(), 0
+        pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
+        page_at, turn_at = _ends(table[:, 1]).tolist(), _ends(turned).tolist()
+        end = 0
         for run in runs:
             begin, end = end, end + len(run.context)
             # Copies: views would keep the arrays of all runs for as long as one of them lives.
             run.planned = _Context(
                 np.array([end - begin]),
                 table[begin:end].copy(),
-                np.frombuffer(b"".join(pages[begin:end]), np.int32),
+                pages[page_at[begin] : page_at[end]].copy(),
                 turns[:, turn_at[begin] : turn_at[end]].copy(),
                 self,
                 run.context,
@@ -226,10 +227,10 @@ def _ends(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n+1"]:
     return ends
 
 
-def _filled(pages: tuple[int, ...], multiple: int) -> bytes:
-    """Pages as int32, with the last one again up to a multiple."""
-    pages += pages[-1:] * (-len(pages) % multiple)
-    return pack(f"{len(pages)}i", *pages)
+def _filled(pages: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Pages with the last one again up to a multiple."""
+    missing = -len(pages) % multiple
+    return pages + pages[-1:] * missing if missing else pages
 
 
 def _same(
