@@ -10,6 +10,7 @@ module does not import jax.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,12 +26,15 @@ class Runs(NamedTuple):
     """Runs of consecutive slots in pages of the pool, on the host.
 
     Run ``s`` is ``pages[start[s] : start[s] + ceil(length[s] / page_size)]``, of which the first
-    ``length[s]`` slots count. ``pages`` may hold more than the runs use.
+    ``length[s]`` slots count. ``pages`` may hold more than the runs use. Those of the runs from
+    number ``filled`` on are listed for ``WorkLists.pages_together``: they start at a multiple of it
+    and go on, with the last page again, up to one.
     """
 
     pages: Int[np.ndarray, "n"]
     start: Int[np.ndarray, "S"]
     length: Int[np.ndarray, "S"]
+    filled: int = sys.maxsize
 
 
 class References(NamedTuple):
@@ -91,7 +95,14 @@ class WorkLists(Protocol):
     """Makes the work lists of one implementation of the attention.
 
     A bucket is a batch shape: the padded number of query rows of a prefill or of a decode step.
+    ``pages_together`` says how many pages of a run decode steps list at once: lists are made faster
+    of ``Runs.filled`` runs.
     """
+
+    @property
+    def pages_together(self) -> int:
+        """How many pages of a run a decode step lists at once; see ``Runs.filled``."""
+        return 1
 
     def prefill(self, references: References, runs: Runs, bucket: int) -> Works | None:
         """Lists of a prefill step; none if they do not fit the batch shape."""
@@ -109,7 +120,7 @@ class WorkLists(Protocol):
     def empty(self, prefill: bool, bucket: int) -> Works:
         """Lists of the shapes of that batch shape, with nothing to do."""
         nothing = np.zeros(0, np.int64)
-        references, runs = References(*[nothing] * 5), Runs(*[nothing] * 3)
+        references, runs = References(*[nothing] * 5), Runs(nothing, nothing, nothing)
         if prefill:
             works = self.prefill(references, runs, bucket)
         else:

@@ -157,7 +157,7 @@ class Rotations:
         self._frequencies = inverse_frequencies
         self._place = self._turned(np.arange(self._BLOCK))
         # Where each block is among those made, -1 if it has not been.
-        self._made_at = np.zeros(0, np.int64)
+        self._made_at = np.full(self.FAR // self._BLOCK, -1)
         self._num_made = 0
         self._cos, self._sin = np.zeros((2, 0, len(inverse_frequencies)), np.float32)
 
@@ -168,34 +168,38 @@ class Rotations:
 
         Angles are good to float64: at position 1,000,000 a float32 angle is off by 0.03 radians.
         """
-        distance = np.abs(positions)
-        block, place = distance // self._BLOCK, distance % self._BLOCK
-        far = distance >= self.FAR
-        block[far] = 0
-        self._make(block)
-        row = self._made_at[block] * self._BLOCK + place
-        cos, sin = self._cos[row], self._sin[row]
-        if far.any():
+        distance = near = np.abs(positions)
+        far = np.zeros(0, np.int64)
+        if distance.max(initial=0) >= self.FAR:
+            far = np.flatnonzero(distance >= self.FAR)
+            near = distance.copy()
+            near[far] = 0
+        block, place = near // self._BLOCK, near % self._BLOCK
+        made_at = self._made_at[block]
+        if made_at.min(initial=0) < 0:
+            for missing in np.unique(block[made_at < 0]).tolist():
+                self._make(missing)
+            made_at = self._made_at[block]
+        row = made_at * self._BLOCK + place
+        cos, sin = self._cos.take(row, axis=0), self._sin.take(row, axis=0)
+        if len(far):
             z = self._turned(distance[far])
             cos[far], sin[far] = z.real, z.imag
-        sin *= np.where(positions < 0, np.float32(-1), np.float32(1))[:, None]
+        if positions.min(initial=0) < 0:
+            sin *= np.where(positions < 0, np.float32(-1), np.float32(1))[:, None]
         if factor != 1:  # rounded once more, but itself in float64
             cos, sin = ((x * np.float64(factor)).astype(np.float32) for x in (cos, sin))
         return cos, sin
 
-    def _make(self, blocks: Int[np.ndarray, "n"]) -> None:
-        grown = int(blocks.max(initial=-1)) + 1 - len(self._made_at)
-        if grown > 0:
-            self._made_at = np.append(self._made_at, np.full(grown, -1))
-        for block in np.unique(blocks[self._made_at[blocks] < 0]).tolist():
-            at = self._num_made * self._BLOCK
-            if at == len(self._cos):
-                room = np.zeros_like(self._cos, shape=(max(at, self._BLOCK), self._cos.shape[1]))
-                self._cos, self._sin = (np.concatenate([x, room]) for x in (self._cos, self._sin))
-            z = self._place * self._turned(np.array([block * self._BLOCK]))
-            self._cos[at : at + self._BLOCK], self._sin[at : at + self._BLOCK] = z.real, z.imag
-            self._made_at[block] = self._num_made
-            self._num_made += 1
+    def _make(self, block: int) -> None:
+        at = self._num_made * self._BLOCK
+        if at == len(self._cos):
+            room = np.zeros_like(self._cos, shape=(max(at, self._BLOCK), self._cos.shape[1]))
+            self._cos, self._sin = (np.concatenate([x, room]) for x in (self._cos, self._sin))
+        z = self._place * self._turned(np.array([block * self._BLOCK]))
+        self._cos[at : at + self._BLOCK], self._sin[at : at + self._BLOCK] = z.real, z.imag
+        self._made_at[block] = self._num_made
+        self._num_made += 1
 
     def _turned(self, positions: Int[np.ndarray, "n"]) -> Complex128[np.ndarray, "n H//2"]:
         return np.exp(1j * positions[:, None] * self._frequencies)

@@ -67,6 +67,11 @@ class HopperLists(WorkLists):
             return None
         return (work,)
 
+    @property
+    def pages_together(self) -> int:
+        """Pages of a tile of the decode kernel."""
+        return max(1, tile_slots(self.head_dim) // self.page_size)
+
     def arrange(self, references: References, runs: Runs) -> Arrangement:
         """Which runs are shared, and the order of all of them."""
         return arrange(references, runs, group=self.group, tile=tile_slots(self.head_dim))

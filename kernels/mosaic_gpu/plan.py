@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lazyattn_jax.kernels.dense import spread
-from lazyattn_jax.kernels.mosaic_gpu.tables import columns_of, padded
+from lazyattn_jax.kernels.mosaic_gpu.tables import columns_of, padded, zeros
 from lazyattn_jax.kernels.work import References, Runs
 
 if TYPE_CHECKING:
@@ -99,16 +99,19 @@ def num_workers(kv_heads: int, num_cores: int = 132) -> int:
 class Arrangement(NamedTuple):
     """The references of a decode step, item by item in the order of the line of tiles.
 
-    Item ``i`` is run ``run[i]`` for the ``size[i]`` references (query row and turn) from
-    ``first[i]`` on. ``fresh`` says whether its softmax starts anew: it goes on from the item before
-    where both are read for the same row alone.
+    Item ``i`` is run ``run[i]`` for the ``size[i]`` references from ``first[i]`` on. ``references``
+    are query row and turn, with ``ROWS`` spare ones; ``row`` are their rows again, for sorting.
+    ``entries`` are what items make if no worker starts within or at them, but for what depends on
+    lengths; the last column is the eights that their results take. An item goes on in the softmax
+    of the item before where both are read for the same row alone.
     """
 
-    references: Int[np.ndarray, "R 2"]
+    references: Int[np.ndarray, "R+16 2"]
+    row: Int[np.ndarray, "R"]
     first: Int[np.ndarray, "I"]
     size: Int[np.ndarray, "I"]
     run: Int[np.ndarray, "I"]
-    fresh: Bool[np.ndarray, "I"]
+    entries: Int[np.ndarray, "I 8"]
 
 
 def plan_decode(
@@ -159,22 +162,30 @@ def arrange(
     Lengths only decide which runs are worth sharing, and leave out runs that are empty.
     """
     row, _, run, turn, _ = references
-    used = runs.length[run] > 0
-    if not used.all():
+    if not runs.length.all():
+        used = runs.length[run] > 0
         row, run, turn = row[used], run[used], turn[used]
+    row = _narrow(row)
     shared = np.zeros(len(row), bool)
     if share:
-        shared = _worth_sharing(row, run, -(-runs.length // tile))
+        shared = _worth_sharing(row, run, (runs.length + (tile - 1)) // tile)
     # Runs read for one row come first, by row, so that a row's runs follow one another.
-    order = _stable_order(np.where(shared, row.max(initial=0) + 1 + run, row))
-    row, run, shared = row[order], run[order], shared[order]
-    first = _first_of_items(run, shared, rows_per_entry(group))
-    size = np.diff(first, append=len(row))
-    table = columns_of((row, turn[order]), "references", None, spare=ROWS)
-    row, shared = row[first], shared[first]
-    fresh = np.ones(len(first), bool)
-    fresh[1:] = shared[1:] | (row[1:] != row[:-1])
-    return Arrangement(table, first, size, run[first], fresh)
+    alone, together = np.flatnonzero(~shared), np.flatnonzero(shared)
+    alone = alone[np.argsort(row[alone], kind="stable")]
+    together = together[np.argsort(_narrow(run[together]), kind="stable")]
+    order, n = np.concatenate([alone, together]), len(alone)
+    row, run, turn = row[order], run[order], turn[order]
+    first_together = n + _first_of_items(run[n:], rows_per_entry(group))
+    bounds = np.concatenate([np.arange(n), first_together, [len(row)]])
+    first, size = bounds[:-1], bounds[1:] - bounds[:-1]
+    fresh = np.ones(len(bounds), bool)  # of the last item too, and of whatever comes after it
+    fresh[1:n] = row[1:n] != row[: max(0, n - 1)]
+    columns = (first, size, fresh[1:], fresh[:-1], (size * group + 7) // 8)
+    entries = np.zeros((len(first), COLUMNS), np.int32)
+    for i, column in enumerate(columns, 3):
+        entries[:, i] = column
+    table = columns_of((row, turn), "references", None, spare=ROWS)
+    return Arrangement(table, row, first, size, run[first], entries)
 
 
 def lay_out(
@@ -194,70 +205,61 @@ def lay_out(
       arrangement: of ``arrange`` with the same ``group`` and ``tile``.
       runs: of the same numbers; those that one row holds may have grown.
     """
-    references, first, size, run, fresh = arrangement
+    references, row, first, size, run, uncut = arrangement
     length = runs.length[run]
-    tiles = -(-length // tile)
-    end = np.cumsum(tiles)
-    begin, total = end - tiles, int(tiles.sum())
-    last_valid = length - (tiles - 1) * tile
-
-    # Entries: the line of tiles cut where items start and where workers start.
+    tiles = (length + (tile - 1)) // tile
+    ends = np.cumsum(tiles)
+    begin, total = ends - tiles, int(ends[-1]) if len(ends) else 0
     worker_begin = np.arange(workers + 1) * total // workers
-    cuts = begin
-    if total:
-        # Two sorted lines: sorting them stably is merging them, several times faster than unique.
-        cuts = np.sort(np.concatenate([begin, worker_begin[:-1]]), kind="stable")
-        cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
-    count = np.append(cuts[1:], total)[: len(cuts)] - cuts
-    item = np.searchsorted(begin, cuts, side="right") - 1
-    bounds = np.stack([np.searchsorted(cuts, worker_begin), worker_begin], 1)
-    rows_of, fresh = size[item], fresh[item]
-    fresh[bounds[bounds[:, 0] < len(cuts), 0]] = True
-    flush = np.append(fresh[1:], True)[: len(cuts)]
-    eights = np.where(flush, -(-rows_of * group // 8), 0)
-    results = 8 * (np.cumsum(eights) - eights)
+    item, inside, cuts = _cut(begin, worker_begin)
+
+    num_entries = max(1, len(item)) if capacity is None else capacity.entries
+    padded_entries = zeros(len(item), COLUMNS, "entries", num_entries)
+    entries = padded_entries[: len(item)]
+    uncut.take(item, axis=0, out=entries, mode="clip")
+    entries[:, 0], entries[:, 1] = cuts[:-1], cuts[1:] - cuts[:-1]
+    entries[:, 2] = (length - (tiles - 1) * tile)[item]
+    entries[inside - 1, 2] = tile
+    worker_entry = np.searchsorted(cuts, worker_begin)
+    starting = worker_entry[worker_entry < len(item)]
+    entries[starting, 6] = True
+    entries[starting[starting > 0] - 1, 5] = True
+    eights = entries[:, 5] * entries[:, 7]
+    results = entries[:, 7] = 8 * (np.cumsum(eights) - eights)
 
     # Partial results, by query row.
-    written = np.flatnonzero(flush)
-    part, place = spread(rows_of[written])
-    part_row = references[first[item[written]][part] + place, 0]
-    by_row = _stable_order(part_row)
-    written, place = written[part[by_row]], place[by_row] * group
+    written = np.flatnonzero(entries[:, 5])
+    of = item[written]
+    count, first_of = size[of], first[of]
+    part = np.repeat(np.arange(len(written)), count)
+    reference = np.arange(len(part)) + (first_of - (np.cumsum(count) - count))[part]
+    part_row = row[reference]
+    by_row = np.argsort(part_row, kind="stable")
+    part, place = part[by_row], reference[by_row] * group
+    first_of *= group
+    part_at = (
+        (results[written] - first_of)[part] + place,
+        (written * PACKED - first_of)[part] + place,
+    )
     parts = np.bincount(part_row, minlength=num_rows)
 
     # Of a table without any rows a kernel still reads the first.
     limits = capacity or Capacity(
-        max(1, len(cuts)), max(1, len(references) - ROWS), max(1, total), max(1, len(written))
-    )
-    entries = columns_of(
-        (
-            cuts,
-            count,
-            np.where(cuts + count == end[item], last_valid[item], tile),
-            first[item],
-            rows_of,
-            flush,
-            fresh,
-            results,
-        ),
-        "entries",
-        limits.entries,
+        max(1, len(item)), max(1, len(row)), max(1, total), max(1, len(part))
     )
     # A worker reads the references of a whole entry, whatever its number of rows.
-    references = padded(
-        references[: len(references) - ROWS], "references", limits.references, spare=ROWS
-    )
-    pages = padded(
-        _tile_pages(runs, arrangement.run, tiles, begin, page_size, tile), "tiles", limits.tiles
-    )
+    references = padded(references[: len(row)], "references", limits.references, spare=ROWS)
+    pages = zeros(total, max(1, tile // page_size), "tiles", limits.tiles)
+    _fill_in_pages(pages[:total], runs, run, tiles, begin, page_size, tile)
+    bounds = np.stack([worker_entry, worker_begin], 1)
     return HopperDecodeWork(
         bounds.astype(np.int32),
         _starts(bounds, entries, references, pages),
-        entries,
+        padded_entries,
         references,
         pages,
         np.append(0, np.cumsum(parts)).astype(np.int32),
-        columns_of((results[written] + place, written * PACKED + place), "parts", limits.parts),
+        columns_of(part_at, "parts", limits.parts),
     )
 
 
@@ -283,47 +285,73 @@ def _worth_sharing(
     return shared
 
 
-def _stable_order(keys: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    """Stable argsort; numpy sorts 16-bit keys by their digits, several times faster."""
-    if keys.max(initial=0) < 1 << 16:
-        keys = keys.astype(np.uint16)
-    return np.argsort(keys, kind="stable")
+def _narrow(keys: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
+    """As 16-bit integers if they fit: numpy sorts those by digits, several times faster."""
+    return keys.astype(np.uint16) if keys.max(initial=0) < 1 << 16 else keys
 
 
-def _first_of_items(
-    run: Int[np.ndarray, "n"], shared: Bool[np.ndarray, "n"], width: int
-) -> Int[np.ndarray, "I"]:
-    """The first reference of each item: one a reference, or some rows that share a run."""
-    new = np.ones(len(run), bool)
-    new[1:] = (run[1:] != run[:-1]) | ~shared[1:]
-    start = np.flatnonzero(new)
-    held = np.diff(start, append=len(run))
+def _first_of_items(run: Int[np.ndarray, "n"], width: int) -> Int[np.ndarray, "I"]:
+    """The first reference of each item of some that are sorted by run: rows that share it."""
+    bounds = np.concatenate([[0], np.flatnonzero(run[1:] != run[:-1]) + 1, [len(run)]])
+    start, held = bounds[:-1], bounds[1:] - bounds[:-1]
     # Equal items rather than full ones and a small rest.
     items = -(-held // width)
     owner, place = spread(items)
-    return start[owner] + place * -(-held // items)[owner]
+    return start[owner] + place * -(-held // np.maximum(items, 1))[owner]
 
 
-def _tile_pages(
+def _cut(
+    begin: Int[np.ndarray, "I"], worker_begin: Int[np.ndarray, "W+1"]
+) -> tuple[Int[np.ndarray, "E"], Int[np.ndarray, "n"], Int[np.ndarray, "E+1"]]:
+    """Cuts the line of tiles where items begin, and where workers that have any tiles do.
+
+    Returns the item of each entry, the entries that begin within an item, and where entries begin,
+    with the end of the line.
+    """
+    inner = worker_begin[:-1][worker_begin[:-1] < worker_begin[1:]]
+    of = np.searchsorted(begin, inner, side="right") - 1
+    within = inner > begin[of]
+    of, inner = of[within], inner[within]
+    inside = of + np.arange(1, len(of) + 1)
+    of_next = np.ones(len(begin) + len(of), np.int64)
+    of_next[:1] = of_next[inside] = 0
+    item = np.cumsum(of_next)
+    cuts = np.empty(len(item) + 1, np.int64)
+    begin.take(item, out=cuts[:-1], mode="clip")
+    cuts[inside], cuts[-1] = inner, worker_begin[-1]
+    return item, inside, cuts
+
+
+def _fill_in_pages(
+    out: Int[np.ndarray, "tiles boxes"],
     runs: Runs,
     run: Int[np.ndarray, "I"],
     tiles: Int[np.ndarray, "I"],
     begin: Int[np.ndarray, "I"],
     page_size: int,
     tile: int,
-) -> Int[np.ndarray, "tiles boxes"]:
+) -> None:
+    """Writes the pages of every tile of the line."""
     boxes, parts = max(1, tile // page_size), max(1, page_size // tile)
-    line = np.repeat(runs.start[run] * parts - begin * boxes, tiles * boxes)
-    line += np.arange(len(line))  # in place: these are the largest arrays of a plan
-    box = line.reshape(-1, boxes)
-    if boxes > 1:
+    if len(runs.length) > runs.filled:
+        # Of these the tiles are listed as they are: none needs a look at its boxes.
+        pages = runs.pages[: len(runs.pages) // boxes * boxes].reshape(-1, boxes)
+        if parts > 1:
+            pages = (pages * np.int32(parts) + np.arange(parts, dtype=np.int32)).reshape(-1, 1)
+        at = np.repeat(runs.start[run] * parts // boxes - begin, tiles)
+        at += np.arange(len(at))
+        pages.take(at, axis=0, out=out, mode="clip")
+    some = np.flatnonzero(run < runs.filled)
+    run, tiles, begin = run[some], tiles[some], begin[some]
+    start, length = runs.start[run], runs.length[run]
+    owner, place = spread(tiles)
+    if parts > 1:
+        rows = (runs.pages[start[owner] + place // parts] * parts + place % parts)[:, None]
+    else:
+        box = (start[owner] + place * boxes)[:, None] + np.arange(boxes)
         # Boxes past the run read its last page again; their slots are masked.
-        length = runs.length[run]
-        ragged = np.flatnonzero(length % tile)
-        last = runs.start[run[ragged]] - (-length[ragged] // page_size) - 1
-        at = begin[ragged] + tiles[ragged] - 1
-        box[at] = np.minimum(box[at], last[:, None])
-    return runs.pages[box] if parts == 1 else runs.pages[box // parts] * parts + box % parts
+        rows = runs.pages[np.minimum(box, (start + (length - 1) // page_size)[owner, None])]
+    out[begin[owner] + place] = rows
 
 
 def _starts(
@@ -336,12 +364,12 @@ def _starts(
     workers = len(bounds) - 1
     if not bounds.any():
         return np.zeros((workers, 1 + 2 * ROWS + (STAGES + 1) * tiles.shape[1]), np.int32)
-    entry = entries[np.minimum(bounds[:-1, 0], len(entries) - 1)]
+    entry = entries.take(bounds[:-1, 0], axis=0, mode="clip")
     reference = entry[:, 3, None] + np.arange(ROWS)
-    tile = np.minimum(bounds[:-1, 1, None] + np.arange(STAGES + 1), len(tiles) - 1)
+    tile = bounds[:-1, 1, None] + np.arange(STAGES + 1)
     columns = (
         entry[:, 4, None],
-        references[reference].reshape(workers, -1),
-        tiles[tile].reshape(workers, -1),
+        references.take(reference, axis=0).reshape(workers, -1),
+        tiles.take(tile, axis=0, mode="clip").reshape(workers, -1),
     )
     return np.concatenate(columns, 1)

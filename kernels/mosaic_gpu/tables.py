@@ -27,7 +27,7 @@ def padded(
     Raises:
       DoesNotFit: more rows are needed.
     """
-    out = _zeros(len(table), table.shape[1], name, capacity, spare)
+    out = zeros(len(table), table.shape[1], name, capacity, spare=spare)
     out[: len(table)] = table
     return out
 
@@ -37,15 +37,16 @@ def columns_of(
 ) -> Int[np.ndarray, "m columns"]:
     """``padded`` of a table that is given by its columns."""
     size = len(columns[0])
-    out = _zeros(size, len(columns), name, capacity, spare)
+    out = zeros(size, len(columns), name, capacity, spare=spare)
     for i, column in enumerate(columns):
         out[:size, i] = column
     return out
 
 
-def _zeros(
-    size: int, num_columns: int, name: str, capacity: int | None, spare: int
+def zeros(
+    size: int, num_columns: int, name: str, capacity: int | None, *, spare: int = 0
 ) -> Int[np.ndarray, "m columns"]:
+    """What ``padded`` makes of a table of zeros."""
     limit = size if capacity is None else capacity
     if size > limit:
         raise DoesNotFit(f"the step takes {size} {name}, Capacity.{name} is {limit}")

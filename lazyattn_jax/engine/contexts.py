@@ -7,37 +7,49 @@ by its deltas included, is worked out once and kept for as long as the run lives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
-from operator import attrgetter
-from typing import NamedTuple
-from weakref import finalize
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from lazyattn_jax.engine.runs import Placement, TokenRun
 from lazyattn_jax.kernels.work import References, Runs, Turns
 from lazyattn_jax.models.rope import Rotations
 
+_MOST_PARTS = 16
+"""Parts after which the rest of a batch is put together context by context."""
 
-class _Context(NamedTuple):
-    """The context of one run; small arrays as bytes, since those of a batch are joined faster so.
 
-    ``counts`` (int64 ``[3]``) are its placements, pages and turns. Columns of ``table`` (int64
-    ``[n, 5]``): where the placement is inserted, its first entry in ``pages`` (int32), its tokens,
-    the page that marks it, and its turn: 0 if it need not be turned, else its entry in ``turns``
-    (cosines and sines) plus 1.
+@dataclass(eq=False, repr=False, slots=True)
+class _Part:
+    """Arrays of the contexts of one or several runs.
+
+    ``counts`` are their placements, run by run. Columns of ``table``, a row for each placement: the
+    page that marks it, its pages, its tokens, where it is inserted, and whether it is turned.
+    ``pages`` are as ``Runs.filled`` says. ``turns`` are cosines and sines of those that are turned.
     """
 
-    placements: tuple[Placement, ...]
-    counts: bytes
-    table: bytes
-    pages: bytes
+    counts: Int[np.ndarray, "r"]
+    table: Int[np.ndarray, "n 5"]
+    pages: Int[np.ndarray, "p"]
     turns: Float[np.ndarray, "2 u H//2"]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class _Context(_Part):
+    """The context of one run, and who made it of what."""
+
+    owner: ContextTables
+    placements: tuple[Placement, ...]
 
 
 class BatchContext:
     """The contexts of the runs of one step, run by run.
+
+    It is put together of fewer parts, and thus faster, if most of the runs were in a batch
+    ``before`` whose turns have been asked for. ``marks`` is scratch, see ``_same``.
 
     Entry ``i`` says that run ``row[i]`` of the step sees run ``run[i]`` from its token
     ``insert_at[i]`` on, turned by entry ``turn[i]``. Runs are numbered as references do: first
@@ -47,35 +59,48 @@ class BatchContext:
     def __init__(
         self,
         contexts: Sequence[_Context],
+        before: BatchContext | None,
         marks: Int[np.ndarray, "P"],
         *,
         share: bool,
     ) -> None:
-        self._contexts = contexts
+        self.contexts = contexts
         self._turns: dict[int, Turns] = {}
-        counts = _joined([c.counts for c in contexts], np.int64, 3)
-        before = np.cumsum(counts, axis=0) - counts
-        self.row = np.repeat(np.arange(len(contexts)), counts[:, 0])
-        table = _joined([c.table for c in contexts], np.int64, 5)
-        self.insert_at, start, self._length, mark, turn = table.T
-        self.num_turns = 1 + int(counts[:, 2].sum())
-        self.turn = np.where(turn, turn + before[self.row, 2], 0)
-        start = start + before[self.row, 1]
+        parts = _parts(contexts, before) if before is not None else contexts
+        self._turn_rows = [p.turns for p in parts]
+        self._counts = np.concatenate([p.counts for p in parts])
+        self._placement_at = _ends(self._counts)
+        self.row = np.repeat(np.arange(len(contexts)), self._counts)
+        self._table = np.concatenate([p.table for p in parts])
+        mark, num_pages, self._length, self.insert_at, turned = self._table.T
+        self._page_at, self._turn_at = _ends(num_pages), _ends(turned)
+        self.num_turns = 1 + int(self._turn_at[-1])
+        self.turn = self._turn_at[1:] * turned
         if not share:
             mark = np.arange(len(mark))
-            marks = np.zeros(len(mark), np.int64)
-        run, kept = _same(mark, marks)
-        self.run = run + len(contexts)
-        pages = np.frombuffer(b"".join([c.pages for c in contexts]), np.int32)
-        self.runs = Runs(pages, start[kept], self._length[kept])
+            marks = np.zeros(len(mark), np.int32)
+        number, kept = _same(mark, marks)
+        self.run = number + len(contexts)
+        pages = np.concatenate([p.pages for p in parts])
+        self.runs = Runs(pages, self._page_at[kept], self._length[kept], filled=0)
+
+    def part(self, first: int, end: int) -> _Part:
+        """Arrays of the contexts ``first .. end - 1``; turns have been asked for before."""
+        a, b = self._placement_at[first], self._placement_at[end]
+        (turn_rows,) = self._turn_rows
+        return _Part(
+            self._counts[first:end],
+            self._table[a:b],
+            self.runs.pages[self._page_at[a] : self._page_at[b]],
+            turn_rows[:, self._turn_at[a] : self._turn_at[b]],
+        )
 
     def decode_references(self) -> References:
         """Of a step in which every run computes its last token: run ``r`` is row ``r``."""
-        own = np.arange(len(self._contexts))
-        row = np.concatenate([own, self.row])
+        own = np.arange(len(self.contexts))
+        row, run = np.concatenate([own, self.row]), np.concatenate([own, self.run])
         turn = np.concatenate([np.zeros_like(own), self.turn])
-        one, run = np.ones_like(row), np.concatenate([own, self.run])
-        return References(row, one, run, turn, causal=np.zeros_like(row))
+        return References(row, np.ones_like(row), run, turn, causal=np.zeros_like(row))
 
     def prefill_references(
         self,
@@ -91,7 +116,7 @@ class BatchContext:
         seen = count[self.row] - skipped
         some = seen > 0
         columns = first_row[self.row] + skipped, seen, self.run, self.turn, self._length
-        own = np.arange(len(self._contexts))
+        own = np.arange(len(self.contexts))
         own_columns = first_row, count, own, np.zeros_like(own), start
         return References(
             *(np.concatenate([a, b[some]]) for a, b in zip(own_columns, columns, strict=True))
@@ -100,100 +125,123 @@ class BatchContext:
     def turns(self, capacity: int) -> Turns:
         """The identity and all turns, padded; made once, so they cannot be written to."""
         if capacity not in self._turns:
-            table = np.zeros((2, capacity, self._contexts[0].turns.shape[2]), np.float32)
-            table[0, 0] = 1
-            np.concatenate(
-                [c.turns for c in self._contexts], axis=1, out=table[:, 1 : self.num_turns]
-            )
+            table = np.empty((2, capacity, self.contexts[0].turns.shape[2]), np.float32)
+            table[:, 0] = [[1], [0]]
+            rows = table[:, 1 : self.num_turns]
+            np.concatenate(self._turn_rows, axis=1, out=rows)
+            table[:, self.num_turns :] = 0
+            self._turn_rows = [rows]  # so that the table of the batch before does not live on
             table.flags.writeable = False
             self._turns[capacity] = Turns(*table)
         return self._turns[capacity]
 
 
 class ContextTables:
-    """Makes and keeps the contexts of runs.
+    """Makes the contexts of runs, and keeps them with the runs.
 
     Args:
       rotations: of the model.
       num_pages: pages of the pool.
+      pages_together: of the ``WorkLists``.
       share: make placements of the same pages one run.
     """
 
-    def __init__(self, rotations: Rotations, num_pages: int, *, share: bool = True) -> None:
+    def __init__(
+        self, rotations: Rotations, num_pages: int, *, pages_together: int = 1, share: bool = True
+    ) -> None:
         self._share = share
         self._rotations = rotations
-        self._known: dict[int, _Context] = {}  # by the id of a run that lives
-        self._marks = np.zeros(num_pages, np.int64)  # scratch of _same
+        self._pages_together = pages_together
+        self._marks = np.zeros(num_pages, np.int32)  # scratch of _same
 
-    def of(self, runs: Sequence[TokenRun]) -> BatchContext:
-        """The contexts of some runs together."""
-        known = self._known
-        found = [known.get(id(run)) for run in runs]
+    def of(self, runs: Sequence[TokenRun], before: BatchContext | None = None) -> BatchContext:
+        """The contexts of some runs together; see ``BatchContext`` for the batch ``before``."""
+        contexts = [run.planned for run in runs]
         new = [
             run
-            for run, context in zip(runs, found, strict=True)
-            if context is None or context.placements is not run.context
+            for run, context in zip(runs, contexts, strict=True)
+            if context is None or context.placements is not run.context or context.owner is not self
         ]
         if new:
             self._add(new)
-        contexts = [known[id(run)] for run in runs]
-        return BatchContext(contexts, self._marks, share=self._share)
+            contexts = [run.planned for run in runs]
+        return BatchContext(contexts, before, self._marks, share=self._share)
 
     def _add(self, runs: Sequence[TokenRun]) -> None:
-        placements = [placement for run in runs for placement in run.context]
-        delta, insert_at, length, mark = (
-            np.fromiter(map(attrgetter(name), placements), np.int64)
-            for name in ("delta", "insert_at", "num_tokens", "mark")
-        )
-        temperature = np.fromiter((p.temperature for p in placements), np.float32)
-        page_lists = [placement.pages for placement in placements]
-        num_pages = np.fromiter(map(len, page_lists), np.int64)
-        pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
-        turned = (delta != 0) | (temperature != 1)
-        # A query divided by the temperature has its scores divided: kernels need not know of it.
-        cos, sin = (x / temperature[turned, None] for x in self._rotations.rows(-delta[turned]))
-        # Where the pages and turns of each placement begin, and what each run has of all three.
-        page_at, turn_at = (np.cumsum(np.append(0, counts)) for counts in (num_pages, turned))
-        at = np.cumsum([0, *(len(run.context) for run in runs)])
-        first = np.repeat(at[:-1], np.diff(at))
+        placements = list(chain.from_iterable([run.context for run in runs]))
+        delta = np.array([p.delta for p in placements], np.int64)
+        temperature = np.array([p.temperature for p in placements], np.float32)
+        tempered = temperature != 1
+        turned = (delta != 0) | tempered
+        turns = np.stack(self._rotations.rows(-delta[turned]))
+        if tempered.any():
+            # A query divided by it has its scores divided: kernels need not know of it.
+            turns /= temperature[turned, None]
+        page_lists = [_filled(p.pages, self._pages_together) for p in placements]
         columns = (
-            insert_at,
-            page_at[:-1] - page_at[first],
-            length,
-            mark,
-            np.where(turned, turn_at[1:] - turn_at[first], 0),
+            [p.mark for p in placements],
+            list(map(len, page_lists)),
+            [p.num_tokens for p in placements],
+            [p.insert_at for p in placements],
+            turned,
         )
-        table = np.stack(columns, axis=1)
-        bounds = np.stack([at, page_at[at], turn_at[at]], axis=1)
-        counts = np.diff(bounds, axis=0)
-        pairs = pairwise(bounds.tolist())
-        for run, count, ((a, c, e), (b, d, f)) in zip(runs, counts, pairs, strict=True):
-            if id(run) not in self._known:
-                finalize(run, self._known.pop, id(run))
-            self._known[id(run)] = _Context(
+        table = np.array(columns, np.int64).T
+        pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
+        page_at, turn_at = _ends(table[:, 1]).tolist(), _ends(turned).tolist()
+        end = 0
+        for run in runs:
+            begin, end = end, end + len(run.context)
+            # Copies: views would keep the arrays of all runs for as long as one of them lives.
+            run.planned = _Context(
+                np.array([end - begin]),
+                table[begin:end].copy(),
+                pages[page_at[begin] : page_at[end]].copy(),
+                turns[:, turn_at[begin] : turn_at[end]].copy(),
+                self,
                 run.context,
-                count.tobytes(),
-                table[a:b].tobytes(),
-                pages[c:d].tobytes(),
-                # A copy: a view would keep the turns of all runs for as long as one of them lives.
-                np.stack([cos[e:f], sin[e:f]]),
             )
+
+
+def _parts(contexts: Sequence[_Context], before: BatchContext) -> Sequence[_Part]:
+    """Arrays of a batch's contexts: together, where they stood side by side in the batch before."""
+    parts: list[_Part] = []
+    begin = at = 0
+    while begin < len(contexts) and len(parts) < _MOST_PARTS:
+        try:
+            at = before.contexts.index(contexts[begin], at)
+        except ValueError:
+            parts.append(contexts[begin])
+            begin += 1
+        else:
+            same = map(is_, contexts[begin:], before.contexts[at:])
+            count = [*same, False].index(False)
+            parts.append(before.part(at, at + count))
+            begin, at = begin + count, at + count
+    return [*parts, *contexts[begin:]]
+
+
+def _ends(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n+1"]:
+    """Where each ends if so many of each follow one another; the first begins at 0."""
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
+
+
+def _filled(pages: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Pages with the last one again up to a multiple."""
+    missing = -len(pages) % multiple
+    return pages + pages[-1:] * missing if missing else pages
 
 
 def _same(
     mark: Int[np.ndarray, "n"], scratch: Int[np.ndarray, "P"]
-) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
+) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "S"]]:
     """Numbers placements by their marks: the number of each, and which come first with theirs.
 
     ``scratch`` has an entry for every page of the pool, in whatever state: no sorting needed.
     """
-    index = np.arange(len(mark))
+    index = np.arange(len(mark), dtype=np.int32)
     scratch[mark[::-1]] = index[::-1]  # of equal pages the last one written, the first, stays
     first = scratch[mark]
     comes_first = first == index
-    return (np.cumsum(comes_first) - 1)[first], comes_first
-
-
-def _joined(parts: Sequence[bytes], dtype: type, columns: int) -> np.ndarray:
-    """The rows of all parts; they cannot be written to."""
-    return np.frombuffer(b"".join(parts), dtype).reshape(-1, columns)
+    return (np.cumsum(comes_first) - 1)[first], np.flatnonzero(comes_first)

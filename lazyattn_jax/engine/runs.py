@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
+from typing import Any
 
 from lazyattn_jax.cache.segments import Segment
 from lazyattn_jax.engine.params import SamplingParams
@@ -66,7 +67,8 @@ class TokenRun:
     that have been started are done. The last ``pending`` tokens are not known yet: a step that has
     been started chooses them. ``pages`` holds C integers, so that a plan can take those of a whole
     batch at once. ``context_items`` and ``context_turns`` are the work items and turns of the
-    context. ``adapted`` says whether the tokens are computed with the model's adapter.
+    context. ``adapted`` says whether the tokens are computed with the model's adapter. ``planned``
+    is what the planner keeps of the context.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TokenRun:
         self.context: tuple[Placement, ...] = ()
         self.context_items = 0
         self.context_turns = 0
+        self.planned: Any = None
 
     @property
     def remaining(self) -> int:

@@ -20,6 +20,7 @@ from lazyattn_jax.kernels.mosaic_gpu.plan import (
     tile_slots,
 )
 from lazyattn_jax.kernels.mosaic_gpu.prefill_plan import plan_prefill, rows_per_block
+from lazyattn_jax.kernels.work import Runs
 
 
 def item_tiles(work, item):
@@ -334,6 +335,29 @@ def test_what_is_arranged_stays_while_runs_of_one_row_grow(step, grown, share, t
     runs = stored(lengths.tolist(), step.page_size, seed=1)
     anew = plan_decode(step.references, runs, share=share, **sizes)
     for table, other in zip(lay_out(arranged, runs, **sizes), anew, strict=True):
+        np.testing.assert_array_equal(table, other, strict=True)
+
+
+def filled(step: Step, first: int, together: int) -> Runs:
+    """The runs of a step, those from number ``first`` on as ``Runs.filled`` says."""
+    pages, starts = [], step.runs.start.copy()
+    for run in range(first, len(starts)):
+        begin, count = starts[run], -(-step.runs.length[run] // step.page_size)
+        held = step.runs.pages[begin : begin + count].tolist()
+        starts[run] = len(pages)
+        pages += held + held[-1:] * (-count % together)
+    starts[:first] += len(pages)
+    pages = np.append(pages, step.runs.pages).astype(np.int32)
+    return Runs(pages, starts, step.runs.length, filled=first)
+
+
+@settings(max_examples=100, deadline=None)
+@given(decode_steps(), st.integers(0, 9), TILES)
+def test_how_pages_are_listed_changes_no_plan(step, first, tile):
+    sizes = {**shape_of(step), "tile": tile, "workers": 5}
+    runs = filled(step, min(first, len(step.runs.length)), max(1, tile // step.page_size))
+    work = plan_decode(step.references, step.runs, **sizes)
+    for table, other in zip(plan_decode(step.references, runs, **sizes), work, strict=True):
         np.testing.assert_array_equal(table, other, strict=True)
 
 
