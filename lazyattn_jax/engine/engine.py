@@ -199,7 +199,8 @@ class Engine:
         Prefill and decode steps take turns: new requests start soon, and running ones never wait
         for more than one prefill step between two tokens. A step is started before the last one's
         tokens are read, so that the device has work while the host looks at them; what a step
-        computes for a request that turns out to have ended is thrown away.
+        computes for a request that turns out to have ended is thrown away. First tokens are read at
+        once if nobody has any other: to start the next step takes the host longer than that.
         """
         begin, self._waited = time.perf_counter(), 0.0
         outputs = self._expire()
@@ -210,7 +211,7 @@ class Engine:
         if not started:
             started = self._start_decode() if self._prefill_next else self._start_prefill()
         outputs += self._finish_encoded()
-        if self._steps and (len(self._steps) > 1 or not started):
+        while len(self._steps) > 1 or (self._steps and (not started or self._only_first_tokens())):
             outputs += self._read(self._steps.popleft())
         if self.config.check_invariants:
             self.scheduler.check_integrity()
@@ -307,6 +308,11 @@ class Engine:
         if logprobs is not None:
             logprobs = logprobs.first(request.params.logprobs)
         return Output(request, text, (token,), reason, logprobs)
+
+    def _only_first_tokens(self) -> bool:
+        """Whether all requests there are have sampled one token each."""
+        scheduler = self.scheduler
+        return not scheduler.waiting and all(r.num_sampled == 1 for r in scheduler.active)
 
     def _finish_encoded(self) -> list[Output]:
         done, self.scheduler.encoded = self.scheduler.encoded, []

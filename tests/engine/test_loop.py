@@ -36,12 +36,46 @@ def test_a_step_is_started_before_the_last_one_is_read(watched):
     engine, log = watched
     (request,) = engine.run(PROMPT)
     assert_matches_oracle(engine, request, PROMPT)
-    starts = [i for i, event in enumerate(log) if event != "read"]
-    reads = [i for i, event in enumerate(log) if event == "read"]
-    assert len(starts) == len(reads)
-    for started_next, read in zip(starts[1:], reads, strict=False):
-        assert started_next < read
-    assert starts[2] > reads[0], "no more than two steps are under way"
+    first = log.index("decode 1")
+    for part in (log[:first], log[first:]):
+        starts = [i for i, event in enumerate(part) if event != "read"]
+        reads = [i for i, event in enumerate(part) if event == "read"]
+        assert len(starts) == len(reads)
+        for started_next, read in zip(starts[1:], reads, strict=False):
+            assert started_next < read
+        assert starts[2] > reads[0], "no more than two steps are under way"
+
+
+def test_first_tokens_are_read_at_once_if_nobody_has_another(watched):
+    engine, log = watched
+    engine.run([SYSTEM, A, B, OTHER])
+    log.clear()
+    one, two = engine.add(PROMPT, MANY), engine.add([SYSTEM, B, A, QUESTION], MANY)
+    engine.step()
+    assert log == ["prefill 18", "read"]
+    assert one.num_generated == two.num_generated == 1
+    log.clear()
+    late = engine.add([SYSTEM, A, QUESTION], MANY)
+    engine.step()
+    engine.step()
+    assert log == ["decode 2", "prefill 9", "read"]
+    engine.step()
+    assert log[3:] == ["decode 3", "read"]
+    assert late.num_generated == 1
+    engine.drain()
+    assert_matches_oracle(engine, one, PROMPT)
+
+
+def test_first_tokens_can_wait_while_others_are_in_line(watched):
+    engine, log = watched
+    engine.run([SYSTEM, A, B, OTHER])
+    log.clear()
+    first = engine.add(PROMPT, MANY)
+    for _ in range(engine.limits.max_num_seqs):
+        engine.add(PROMPT, MANY, leader=first)
+    engine.step()
+    assert log == ["prefill 9"]
+    engine.drain()
 
 
 def test_a_long_document_does_not_stall_a_stream(watched):
