@@ -160,10 +160,7 @@ class Runner:
         # Tracing is Python and serial; compiling releases the interpreter lock.
         with ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) // 2))) as pool:
             lowered = ((shape, self._lower(*shape)) for shape in shapes)
-            pending = [
-                (shape, pool.submit(low.compile, _compiler_options(shape[0])))
-                for shape, low in lowered
-            ]
+            pending = [(shape, pool.submit(low.compile)) for shape, low in lowered]
             for done, (shape, future) in enumerate(pending, 1):
                 self.programs[shape] = future.result()
                 progress(done, len(shapes))
@@ -263,15 +260,3 @@ class Runner:
             logprobs = self.programs["rate", size](computed.logits, tokens)
         hidden = computed.hidden if prefill else None
         return StepResult(tokens, logprobs, computed.sound, hidden)
-
-
-def _compiler_options(kind: str) -> dict[str, bool | int | str]:
-    """Options of XLA for a kind of program.
-
-    A GPU takes the kernels of a program as one graph, whose every node the host has to change when
-    buffers are not where they were, before the device can start. A prefill step computes longer
-    than its kernels take to start one by one, and follows steps of other shapes: it is no graph.
-    """
-    if kind == "prefill" and jax.default_backend() == "gpu":
-        return {"xla_gpu_graph_min_graph_size": 1_000_000}
-    return {}
