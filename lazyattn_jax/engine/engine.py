@@ -310,9 +310,9 @@ class Engine:
         return Output(request, text, (token,), reason, logprobs)
 
     def _only_first_tokens(self) -> bool:
-        """Whether all requests there are have sampled one token each."""
-        scheduler = self.scheduler
-        return not scheduler.waiting and all(r.num_sampled == 1 for r in scheduler.active)
+        """Whether there are requests, and all of them have sampled one token each."""
+        waiting, active = self.scheduler.waiting, self.scheduler.active
+        return bool(active) and not waiting and all(r.num_sampled == 1 for r in active)
 
     def _finish_encoded(self) -> list[Output]:
         done, self.scheduler.encoded = self.scheduler.encoded, []

@@ -70,11 +70,20 @@ def test_first_tokens_can_wait_while_others_are_in_line(watched):
     engine, log = watched
     engine.run([SYSTEM, A, B, OTHER])
     log.clear()
-    first = engine.add(PROMPT, MANY)
-    for _ in range(engine.limits.max_num_seqs):
-        engine.add(PROMPT, MANY, leader=first)
+    engine.add(PROMPT, MANY, leader=engine.add(PROMPT, MANY))
     engine.step()
     assert log == ["prefill 9"]
+    engine.drain()
+
+
+def test_a_document_alone_is_not_waited_for(watched):
+    engine, log = watched
+    engine.run([SYSTEM, B, OTHER])
+    log.clear()
+    engine.add([SYSTEM, document(44, 20)], GREEDY, encode_only=True)
+    (output,) = engine.step()
+    assert output.finish_reason == "stop"
+    assert log == ["prefill 20"]
     engine.drain()
 
 
