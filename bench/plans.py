@@ -180,9 +180,11 @@ class Traffic:
         return self._running
 
     def changed(self) -> list[TokenRun]:
-        """The same, after one request has gone and another has come."""
+        """The same, after one request has gone and another, prefilled before, has come."""
         del self._running[self._rng.integers(len(self._running))]
-        self._running.append(self.request())
+        new = self.request()
+        self.planner.prefill([self.chunk(QUESTION, new)])
+        self._running.append(new)
         return self.grown()
 
     def renewed(self) -> list[TokenRun]:

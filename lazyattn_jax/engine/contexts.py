@@ -26,13 +26,13 @@ _MOST_PARTS = 16
 class _Part:
     """Arrays of the contexts of one or several runs.
 
-    ``counts`` are their placements, run by run. Columns of ``table``, a row for each placement: the
+    ``counts`` are their placements, run by run. Rows of ``table``, a column for each placement: the
     page that marks it, its pages, its tokens, where it is inserted, and whether it is turned.
     ``pages`` are as ``Runs.filled`` says. ``turns`` are cosines and sines of those that are turned.
     """
 
     counts: Int[np.ndarray, "r"]
-    table: Int[np.ndarray, "n 5"]
+    table: Int[np.ndarray, "5 n"]
     pages: Int[np.ndarray, "p"]
     turns: Float[np.ndarray, "2 u H//2"]
 
@@ -71,8 +71,8 @@ class BatchContext:
         self._counts = np.concatenate([p.counts for p in parts])
         self._placement_at = _ends(self._counts)
         self.row = np.repeat(np.arange(len(contexts)), self._counts)
-        self._table = np.concatenate([p.table for p in parts])
-        mark, num_pages, self._length, self.insert_at, turned = self._table.T
+        self._table = np.concatenate([p.table for p in parts], axis=1)
+        mark, num_pages, self._length, self.insert_at, turned = self._table
         self._page_at, self._turn_at = _ends(num_pages), _ends(turned)
         self.num_turns = 1 + int(self._turn_at[-1])
         self.turn = self._turn_at[1:] * turned
@@ -90,7 +90,7 @@ class BatchContext:
         (turn_rows,) = self._turn_rows
         return _Part(
             self._counts[first:end],
-            self._table[a:b],
+            self._table[:, a:b],
             self.runs.pages[self._page_at[a] : self._page_at[b]],
             turn_rows[:, self._turn_at[a] : self._turn_at[b]],
         )
@@ -185,16 +185,16 @@ class ContextTables:
             [p.insert_at for p in placements],
             turned,
         )
-        table = np.array(columns, np.int64).T
+        table = np.array(columns, np.int64)
         pages = np.fromiter(chain.from_iterable(page_lists), np.int32)
-        page_at, turn_at = _ends(table[:, 1]).tolist(), _ends(turned).tolist()
+        page_at, turn_at = _ends(table[1]).tolist(), _ends(turned).tolist()
         end = 0
         for run in runs:
             begin, end = end, end + len(run.context)
             # Copies: views would keep the arrays of all runs for as long as one of them lives.
             run.planned = _Context(
                 np.array([end - begin]),
-                table[begin:end].copy(),
+                table[:, begin:end].copy(),
                 pages[page_at[begin] : page_at[end]].copy(),
                 turns[:, turn_at[begin] : turn_at[end]].copy(),
                 self,
