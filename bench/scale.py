@@ -23,6 +23,7 @@ from rich.table import Table
 from lazyattn_jax.bench.scale_fleet import fleet_hits
 from lazyattn_jax.bench.scale_model import Machine, Rate, Traffic, break_even_output, rate
 from lazyattn_jax.bench.serving_metrics import throughput
+from lazyattn_jax.engine.scheduler import HEADROOM
 
 BEGIN, END = "<!-- bench scale: begin -->", "<!-- bench scale: end -->"
 VARIATIONS: dict[str, tuple[float, ...]] = {
@@ -110,6 +111,7 @@ def machine_of(load: dict[str, Any], kernels: Sequence[dict[str, Any]]) -> Machi
         prefill=found["prefill"]["tokens_per_second"],
         row=max(0.0, row),
         turn=_turn(kernels),
+        headroom=HEADROOM,
     )
 
 
@@ -137,6 +139,7 @@ def large_of(machine: Machine) -> Machine:
         row=machine.row * larger / GPUS,
         step=LINK_SECONDS,
         turn=machine.turn,
+        headroom=machine.headroom,
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+PREPARED = 2  # requests whose documents are held for copies that are still to be made; assumed
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -28,6 +30,7 @@ class Machine:
       row: seconds that a decode step takes longer with each request, without attention.
       step: seconds that every decode step takes besides.
       turn: share by which turned queries slow the reads of documents down.
+      headroom: share of the pool that requests leave when they are let in.
     """
 
     weight_bytes: float
@@ -39,6 +42,7 @@ class Machine:
     row: float = 0.0
     step: float = 0.0
     turn: float = 0.0
+    headroom: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Traffic:
 
     def distinct(self, requests: float) -> float:
         """Documents that so many requests hold together, each counted once."""
-        return float((1 - (1 - self.inclusion()) ** requests).sum())
+        return float(self._held(requests).sum())
 
     def hit_rate(self, cached: float) -> float:
         """Share of the documents asked for that a cache of so many of them holds.
@@ -77,6 +81,20 @@ class Traffic:
             return 0.0
         here = _solved(lambda t: -np.expm1(-t * p), cached)
         return float((p * here).sum() / p.sum())
+
+    def hit_rate_of_line(self, cached: float, requests: float) -> float:
+        """The same while requests wait in line, which tells the pool what to keep.
+
+        It keeps what so many requests hold, and with the rest of the room what is asked for most.
+        """
+        p, here = self.inclusion(), self._held(requests)
+        kept = np.arange(1, self.pool + 1) + here.sum() - np.cumsum(here)
+        here[: np.searchsorted(kept, cached, side="right")] = 1.0
+        return float((p * here).sum() / p.sum())
+
+    def _held(self, requests: float) -> Float[np.ndarray, "N"]:
+        """Probability that one of so many requests holds the document of each rank."""
+        return 1 - (1 - self.inclusion()) ** requests
 
 
 @dataclass(frozen=True)
@@ -123,24 +141,30 @@ def rate(
     lazy, tokens = reuse == "lazy", machine.pool_bytes / machine.token_bytes
     own = traffic.text_tokens + traffic.output_tokens
     held = traffic.documents * traffic.document_tokens
+    room = (1 - machine.headroom) * tokens - (reuse == "block") * PREPARED * held
 
     def kv_tokens(requests: float) -> float:
         documents = traffic.distinct(requests) * traffic.document_tokens
         return requests * own + (documents if lazy else requests * held)
 
     requests = float(most)
-    if kv_tokens(requests) > tokens:
+    if waits := kv_tokens(requests) > room:
         low, high = 0.0, requests
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if kv_tokens(middle) <= tokens else (low, middle)
+            low, high = (middle, high) if kv_tokens(middle) <= room else (low, middle)
         requests = low
     if reuse == "none":
         cached = hits = 0.0
     else:
         free = tokens - (requests * own if lazy else kv_tokens(requests))
         cached = free / traffic.document_tokens
-        hits = (hit_rate or traffic.hit_rate)(cached)
+        if hit_rate is not None:
+            hits = hit_rate(cached)
+        elif waits:
+            hits = traffic.hit_rate_of_line(cached, requests if lazy else 0)
+        else:
+            hits = traffic.hit_rate(cached)
     computed = traffic.text_tokens + (1 - hits) * held
     copied = 2 * held * machine.token_bytes if reuse == "block" else 0.0
     return Rate(

@@ -35,7 +35,7 @@ from lazyattn_jax.engine.runs import (
     State,
 )
 
-_HEADROOM = 0.05  # of the pool, that an admission leaves to requests and documents
+HEADROOM = 0.05  # of the pool, that an admission leaves to requests and documents
 
 
 class Scheduler:
@@ -152,7 +152,7 @@ class Scheduler:
         counts += [self.limits.copied_pages(layout)]
         counts += [pages_for(len(request.run.tokens)) - len(stream)]
         # Whoever is alone may have all of it.
-        headroom = int(self.limits.num_pages * _HEADROOM) if self.active else 0
+        headroom = int(self.limits.num_pages * HEADROOM) if self.active else 0
         fits = sum(counts) + headroom <= index.num_available
         pages = index.allocate(sum(counts)) if fits else None
         if pages is None:

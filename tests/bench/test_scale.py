@@ -20,6 +20,7 @@ from lazyattn_jax.bench.scale_model import (
     step_seconds,
 )
 from lazyattn_jax.bench.workloads import draw_distinct
+from lazyattn_jax.engine.scheduler import HEADROOM
 
 MACHINE = Machine(
     weight_bytes=16e9,
@@ -66,6 +67,20 @@ def test_hit_rate_against_a_cache():
     assert uniform.hit_rate(50) == pytest.approx(0.25)
 
 
+def test_hit_rate_of_a_line_by_hand():
+    """What is asked for most, next to what requests hold anyway: no more than there is room for."""
+    traffic = Traffic(pool=4, documents=1, alpha=1.0)
+    p = traffic.inclusion()
+    assert traffic.hit_rate_of_line(2, 0) == pytest.approx(p[:2].sum())
+    assert traffic.hit_rate_of_line(0, 0) == 0
+    assert traffic.hit_rate_of_line(4, 0) == pytest.approx(1)
+    held = 1 - (1 - p) ** 3
+    # Room for the first document and what three requests hold of the others, but not for the second.
+    room = 1 + held[1:].sum()
+    assert 1 - held[1] > 0.1
+    assert traffic.hit_rate_of_line(room + 0.1, 3) == pytest.approx(p[0] + (p * held)[1:].sum())
+
+
 def test_steps_by_hand():
     traffic = Traffic(pool=100, documents=10, alpha=0.0, text_tokens=100, output_tokens=200)
     own, held = 8 * 200 * 1e5, 8 * 10 * 512 * 1e5
@@ -76,20 +91,27 @@ def test_steps_by_hand():
 
 
 def test_rates_by_hand():
-    """A pool of 200,000 tokens: copies of 10 documents let 37 requests in."""
+    """A pool of 200,000 tokens: copies of 10 documents let 35 requests in, or 33."""
     traffic = Traffic(pool=100, text_tokens=90, output_tokens=100, alpha=0.0)
     block = rate(MACHINE, traffic, "block")
-    assert block.requests == pytest.approx(200_000 / (190 + 5120))
-    assert block.hits < 1e-9  # the copies leave no room for what they are made of
-    assert block.prefill_seconds == pytest.approx((90 + 5120) / 2e4)
+    # Besides the copies there is room for what two are made of, a fifth of all documents.
+    assert block.requests == pytest.approx((200_000 - 2 * 5120) / (190 + 5120))
+    assert block.hits == pytest.approx(0.2)
+    assert block.prefill_seconds == pytest.approx((90 + 0.8 * 5120) / 2e4)
     assert block.copy_seconds == pytest.approx(2 * 5120 * 1e5 / 3e12)
     lazy = rate(MACHINE, traffic, "lazy")
     assert lazy.requests == 256  # 100 documents and 256 x 190 tokens fit
     assert lazy.hits == 1
     assert lazy.copy_seconds == 0
     none = rate(MACHINE, traffic, "none")
-    assert none.requests == pytest.approx(block.requests)
-    assert none.per_second > block.per_second  # as many at a time, and nothing copied
+    assert none.requests == pytest.approx(200_000 / (190 + 5120))
+    assert none.prefill_seconds == pytest.approx((90 + 5120) / 2e4)
+    roomy = replace(MACHINE, headroom=0.1)
+    block = rate(roomy, traffic, "block")
+    assert block.requests == pytest.approx((180_000 - 2 * 5120) / (190 + 5120))
+    assert block.cached == pytest.approx((20_000 + 2 * 5120) / 512)
+    few = rate(roomy, replace(traffic, alpha=1.0), "block", most=16)  # nobody waits
+    assert few.hits == pytest.approx(replace(traffic, alpha=1.0).hit_rate(few.cached))
 
 
 def test_nothing_shared_comes_down_to_copying_against_turning():
@@ -177,7 +199,7 @@ def kept(machine, requests=64, tokens=5000, many=256, text=100):
 
 
 def test_a_machine_from_what_was_measured_of_it():
-    machine = replace(MACHINE, row=2e-5)
+    machine = replace(MACHINE, row=2e-5, headroom=HEADROOM)
     found = machine_of(*kept(machine))
     for name, value in vars(machine).items():
         assert getattr(found, name) == pytest.approx(value), name
@@ -209,7 +231,7 @@ def test_the_command_writes_into_the_docs(monkeypatch, tmp_path):
     assert text.startswith("before\n" + BEGIN)
     assert text.endswith(END + "\nafter\n")
     assert "old" not in text
-    on_paper = rate(MACHINE, Traffic(), "lazy").per_second
+    on_paper = rate(replace(MACHINE, headroom=HEADROOM), Traffic(), "lazy").per_second
     assert f"|  lazy | {on_paper:.2f} |     1.00 |" in text
     assert "lazy is ahead of block up to 267 output tokens" in text
     del load["steps"]["results"]["prefill"]
