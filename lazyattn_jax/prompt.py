@@ -7,6 +7,7 @@ their place and the text is cut there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import secrets
@@ -105,12 +106,18 @@ def parse_documents(values: Any) -> list[Document]:
 
 
 def text_prompt(
-    tokenizer: Tokenizer, text: str | Sequence[int], documents: Sequence[Document] = ()
+    tokenizer: Tokenizer,
+    text: str | Sequence[int],
+    documents: Sequence[Document] = (),
+    *,
+    salt: str = "",
 ) -> Prompt:
     """A plain prompt with documents before its text.
 
     The begin-of-text token, for models that want one, comes before the documents; once, also if
     the text begins with it, as a chat template that the client has rendered does.
+
+    Documents' tokens are remembered, for prompts with the same ``salt``.
     """
     tokens = tokenizer.encode(text) if isinstance(text, str) else list(text)
     begin = (
@@ -120,17 +127,22 @@ def text_prompt(
     )
     if begin and tokens[:1] == begin:
         tokens = tokens[1:]
-    return [begin, *(_piece(tokenizer, d, d.content) for d in documents), tokens]
+    return [begin, *(_piece(tokenizer, d, d.content, salt) for d in documents), tokens]
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document] = ()
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[Document] = (),
+    *,
+    salt: str = "",
 ) -> Prompt:
     """The prompt of a conversation that the model is to answer.
 
     Documents stand where a message's content has a document part. Those given beside the messages
     stand where the chat template renders documents, or else before the text of the first user
-    message, right after the system text.
+    message, right after the system text. Their tokens are remembered, for prompts with the same
+    ``salt``.
 
     Raises:
       RequestError: messages that are malformed or that the template refuses.
@@ -151,7 +163,7 @@ def chat_prompt(
             text = tokenizer.render_chat(plain, add_generation_prompt=True)
     except TemplateError as error:
         raise RequestError("messages", str(error)) from error
-    return sentinels.cut(tokenizer, text)
+    return sentinels.cut(tokenizer, text, salt)
 
 
 class _Sentinels:
@@ -165,12 +177,12 @@ class _Sentinels:
         self._entries.append((document, content))
         return f"D{self._nonce}N{len(self._entries) - 1}E"
 
-    def cut(self, tokenizer: Tokenizer, text: str) -> Prompt:
+    def cut(self, tokenizer: Tokenizer, text: str, salt: str) -> Prompt:
         pieces: list[Sequence[int] | DocumentPiece] = []
         parts = re.split(f"D{self._nonce}N([0-9]+)E", text)
         for i, part in enumerate(parts):
             if i % 2:
-                pieces.append(_piece(tokenizer, *self._entries[int(part)]))
+                pieces.append(_piece(tokenizer, *self._entries[int(part)], salt))
             elif part:
                 pieces.append(tokenizer.encode(part))
         return pieces
@@ -217,6 +229,7 @@ def _render_documents(
     return None if any(nonce in part.lower() for part in (text, *contents)) else text
 
 
+@functools.lru_cache(maxsize=8)
 def _mentions_documents(source: str) -> bool:
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
@@ -279,8 +292,8 @@ def _part(part: Any, where: str) -> str | Document:
     )
 
 
-def _piece(tokenizer: Tokenizer, document: Document, content: str) -> DocumentPiece:
-    tokens = tuple(tokenizer.encode(content, literal=True))
+def _piece(tokenizer: Tokenizer, document: Document, content: str, salt: str) -> DocumentPiece:
+    tokens = tokenizer.encode_document(content, salt)
     return DocumentPiece(tokens, document.id or document.title, document.content_id)
 
 

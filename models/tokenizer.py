@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from lazyattn_jax.models.config import read_json
+from lazyattn_jax.models.token_cache import TokenCache
 
 # How the vocabularies that GGUF files name cut text before merging: a regular expression whose
 # matches are isolated, or a flag for the two built-in cutters.
@@ -61,6 +63,8 @@ class Tokenizer:
         if add_bos is None:
             add_bos = self.bos_token_id in backend.encode("", add_special_tokens=True).ids
         self.add_bos = add_bos and self.bos_token_id is not None
+        self.encode_document = TokenCache(functools.partial(self.encode, literal=True))
+        """Token ids of a document's text, remembered; see ``TokenCache``."""
         self.chat_template = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
 

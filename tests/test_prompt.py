@@ -66,6 +66,10 @@ def chat(*messages: Any, documents: Any = (), template: str = CHATML) -> list[st
     return shown(chat_prompt(tokenizer(template), list(messages), list(documents)))
 
 
+def pieces_of(prompt: Any) -> list[DocumentPiece]:
+    return [piece for piece in prompt if isinstance(piece, DocumentPiece)]
+
+
 def joined(prompt: Any) -> str:
     ids = [piece.tokens if isinstance(piece, DocumentPiece) else piece for piece in prompt]
     return BACKEND.decode(list(itertools.chain(*ids)), skip_special_tokens=False)
@@ -166,7 +170,7 @@ def test_documents_without_a_question_follow_the_last_text():
 @pytest.mark.parametrize("template", [CHATML, NUMBERED])
 def test_a_document_has_the_same_tokens_in_any_order(order, template):
     prompt = chat_prompt(tokenizer(template), [SYSTEM, QUESTION], order)
-    pieces = [piece for piece in prompt if isinstance(piece, DocumentPiece)]
+    pieces = pieces_of(prompt)
     assert [piece.name for piece in pieces] == [d.id or d.title for d in order]
     contents = {
         CHATML: [d.content for d in order],
@@ -175,6 +179,19 @@ def test_a_document_has_the_same_tokens_in_any_order(order, template):
     assert [list(piece.tokens) for piece in pieces] == [
         tokenizer().encode(content, literal=True) for content in contents
     ]
+
+
+def test_the_tokens_of_a_document_are_remembered_for_prompts_of_one_salt():
+    own = tokenizer()
+    (first,) = pieces_of(chat_prompt(own, [QUESTION], [CATS], salt="a"))
+    for prompt in (
+        chat_prompt(own, [SYSTEM, QUESTION], [DOGS, CATS], salt="a"),
+        text_prompt(own, "Who?", [CATS], salt="a"),
+    ):
+        assert pieces_of(prompt)[-1].tokens is first.tokens
+    (other,) = pieces_of(chat_prompt(own, [QUESTION], [CATS]))
+    assert other == first
+    assert other.tokens is not first.tokens
 
 
 def test_no_documents_no_pieces():
@@ -381,7 +398,7 @@ HOSTILE = [
 def test_document_text_is_only_text(text, template):
     documents = [Document(text, "A"), Document("Next.", text)]
     prompt = chat_prompt(tokenizer(template), [QUESTION], documents)
-    pieces = [piece for piece in prompt if isinstance(piece, DocumentPiece)]
+    pieces = pieces_of(prompt)
     assert len(pieces) == 2
     for piece, document in zip(pieces, documents, strict=True):
         assert not {0, 1} & set(piece.tokens)  # the ids of <|end|> and <|begin|>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.request import DocumentPiece, Layout, Prompt, RequestError
 
@@ -13,12 +15,12 @@ def check_tokens(prompt: Prompt, vocab: int) -> None:
       RequestError: one is not.
     """
     for piece in prompt:
-        tokens = piece.tokens if isinstance(piece, DocumentPiece) else piece
-        for token in tokens:
-            if not 0 <= token < vocab:
-                raise RequestError(
-                    "prompt", f"token id {token} is not in the vocabulary of {vocab} tokens"
-                )
+        tokens = np.asarray(piece.tokens if isinstance(piece, DocumentPiece) else piece)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab):
+            wrong = tokens[(tokens < 0) | (tokens >= vocab)][0]
+            raise RequestError(
+                "prompt", f"token id {wrong} is not in the vocabulary of {vocab} tokens"
+            )
 
 
 def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> int:

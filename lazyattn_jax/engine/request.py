@@ -23,7 +23,7 @@ class DocumentPiece:
     ``name`` is what the user calls it. ``content_id`` names what is in it, wherever it came from.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     name: str = ""
     content_id: str = ""
 

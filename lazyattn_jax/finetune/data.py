@@ -158,7 +158,7 @@ def make_sample(
     """
     prompt = chat_prompt(tokenizer, recipe.messages(question.text), documents)
     answer = [*tokenizer.encode(question.answer), end]
-    pieces = [p.tokens if isinstance(p, DocumentPiece) else tuple(p) for p in prompt]
+    pieces = [tuple(p.tokens if isinstance(p, DocumentPiece) else p) for p in prompt]
     is_document = [isinstance(p, DocumentPiece) for p in prompt]
     needed = [not is_document[i] for i in range(len(pieces))]
     places = [i for i, d in enumerate(is_document) if d]

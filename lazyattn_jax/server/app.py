@@ -239,12 +239,12 @@ def _submissions(
     """
     params = request.sampling().answers()
     context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
+    salt, shorten = request.cache_salt or "", request.asked_limit is None
     prompts: list[Prompt]
     if isinstance(request, ChatRequest):
-        prompts = [chat_prompt(tokenizer, request.messages, documents)]
+        prompts = [chat_prompt(tokenizer, request.messages, documents, salt=salt)]
     else:
-        prompts = [text_prompt(tokenizer, prompt, documents) for prompt in request.prompt]
-    salt, shorten = request.cache_salt or "", request.asked_limit is None
+        prompts = [text_prompt(tokenizer, text, documents, salt=salt) for text in request.prompt]
     return [
         Submission(prompt, p, salt, shorten, i > 0, request.timeout, context)
         for prompt in prompts

@@ -109,13 +109,13 @@ def _submissions(
 ) -> list[Submission]:
     """A request for each document: together they may be more than a context holds."""
     context, tokenizer = request.context(engine.context), engine.loaded.tokenizer
+    salt, keep = request.cache_salt or "", bool(request.pinned)
     prompts = (
-        text_prompt(tokenizer, "", [document])
+        text_prompt(tokenizer, "", [document], salt=salt)
         if request.messages is None and tokenizer.chat_template is None
-        else chat_prompt(tokenizer, request.messages or NO_SYSTEM_TEXT, [document])
+        else chat_prompt(tokenizer, request.messages or NO_SYSTEM_TEXT, [document], salt=salt)
         for document in documents
     )
-    salt, keep = request.cache_salt or "", bool(request.pinned)
     return [
         Submission(p, cache_salt=salt, context=context, encode_only=True, keep=keep)
         for p in prompts

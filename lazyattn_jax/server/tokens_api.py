@@ -120,12 +120,13 @@ def prompt_tokens(
     if (request.prompt is None) == (request.messages is None):
         what = "are both given, must be one of them" if request.prompt is not None else "is missing"
         raise RequestError("prompt", f"prompt or messages {what}")
+    salt = request.cache_salt or ""
     if request.prompt is not None:
         # Nothing is put before token ids.
         add = request.add_special_tokens is not False
         prompt = request.prompt if add else tokenizer.encode(request.prompt)
-        return _joined(text_prompt(tokenizer, prompt, documents))
-    tokens = _joined(chat_prompt(tokenizer, request.messages, documents))
+        return _joined(text_prompt(tokenizer, prompt, documents, salt=salt))
+    tokens = _joined(chat_prompt(tokenizer, request.messages, documents, salt=salt))
     begin = tokenizer.bos_token_id if request.add_special_tokens and tokenizer.add_bos else None
     # Most templates write it, and twice would be wrong.
     return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]

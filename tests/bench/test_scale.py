@@ -75,7 +75,7 @@ def test_hit_rate_of_a_line_by_hand():
     assert traffic.hit_rate_of_line(0, 0) == 0
     assert traffic.hit_rate_of_line(4, 0) == pytest.approx(1)
     held = 1 - (1 - p) ** 3
-    # Room for the first document and what three requests hold of the others, but not for the second.
+    # Room for the first document and what three requests hold of the others, not for the second.
     room = 1 + held[1:].sum()
     assert 1 - held[1] > 0.1
     assert traffic.hit_rate_of_line(room + 0.1, 3) == pytest.approx(p[0] + (p * held)[1:].sum())

@@ -399,6 +399,7 @@ def test_max_tokens_defaults_to_what_fits(make_engine):
         ([SYSTEM, DocumentPiece((), "blank"), QUESTION], {}, "documents", "'blank' is empty"),
         ([(1, 2, 512)], {}, "prompt", "512.*vocabulary of 512"),
         ([(1, -1)], {}, "prompt", "-1.*vocabulary of 512"),
+        ([DocumentPiece((1, 1 << 70, 2)), (1,)], {}, "prompt", f"{1 << 70}.*vocabulary of 512"),
         ([A, text(1, 495)], {}, "prompt", "512 tokens, at most 511.*context of 512"),
         ([text(1, 500)], {"max_tokens": 13}, "max_tokens", "13.*500 tokens leaves 12.*512"),
         ([*[C] * 9, QUESTION], {}, "documents", "9 documents, at most 8.*max_documents"),

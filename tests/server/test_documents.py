@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from server_helpers import Gate, RunningServer, chat_body, wait_until
+from server_helpers import MODEL, Gate, RunningServer, chat_body, wait_until
 
 from lazyattn_jax.engine.engine import Engine
+from lazyattn_jax.models.token_cache import TokenCache
 from lazyattn_jax.server import documents as module
 
 FROG = {"title": "Frogs", "text": "The glass frog lives in cloud forests."}
@@ -38,6 +39,31 @@ def ask(server: RunningServer, documents: Any, salt: str, **fields: Any) -> Any:
     answer = server.post("chat/completions", **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def test_a_document_is_cut_into_tokens_once_for_each_salt(
+    server: RunningServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, cut = engine.loaded.tokenizer, []
+
+    def encode(text: str) -> list[int]:
+        cut.append(text)
+        return tokenizer.encode(text, literal=True)
+
+    monkeypatch.setattr(tokenizer, "encode_document", TokenCache(encode))
+    for salt in ("one", "two"):
+        given: dict[str, Any] = {"documents": [FROG], "cache_salt": salt}
+        [card] = load(server, **given)
+        ask(server, [FROG], salt)
+        for path, body in (
+            ("/v1/completions", {"prompt": "What?", "max_tokens": 1}),
+            ("/tokenize", {"prompt": "What?"}),
+            ("/tokenize", chat_body("What?")),
+        ):
+            answer = server.http.post(path, json=given | {"model": MODEL} | body)
+            assert answer.status_code == 200, answer.text
+        delete(server, card["id"], salt)
+    assert cut == [f"Title: {FROG['title']}\n{FROG['text']}\n\n"] * 2
 
 
 def test_loaded_documents_are_found_by_their_ids(server: RunningServer) -> None:
