@@ -232,8 +232,10 @@ def _longest(
     workers: int,
 ) -> int:
     """Tiles of the busiest worker; each item takes a tile's time for its start and its end."""
-    items = np.repeat(-(-cost // pieces) + 1, pieces)
-    line = np.repeat(np.sort(items)[::-1], kv_heads)
+    each = -(-cost // pieces) + 1
+    if pieces.sum() * kv_heads <= workers:
+        return int(each.max(initial=0))
+    line = np.repeat(np.sort(np.repeat(each, pieces))[::-1], kv_heads)
     rounds = np.append(line, np.zeros(-len(line) % workers, np.int64)).reshape(-1, workers)
     rounds[1::2] = rounds[1::2, ::-1]
     return int(rounds.sum(0).max())
