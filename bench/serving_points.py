@@ -112,8 +112,10 @@ class EngineTarget:
         """An idle engine; the last one, if that is such a one. There is room for one only."""
         if self._engine is None or self._engine[:2] != (reuse, pool_share):
             self._engine = None
+            gc.unfreeze()
             gc.collect()
             self._engine = reuse, pool_share, self._new_engine(reuse, pool_share)
+            gc.freeze()  # as the server does
         return self._engine[2]
 
     def _new_engine(self, reuse: str, pool_share: float) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -188,7 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _load(model: str, adapter: str, config: EngineConfig) -> Engine:
     with Console().status(f"Loading {model}"):
         loaded = load_for(config, model, adapter)
-    return start_engine(loaded, config)
+    engine = start_engine(loaded, config)
+    # Tracing and compiling leave some hundred thousand objects that stay. Every full collection
+    # would look at them all, and hold up all requests for as long.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def _uvicorn_config(app: Any) -> uvicorn.Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import signal
 import socket
@@ -11,6 +12,8 @@ import httpx
 import pytest
 from server_helpers import SECONDS, start, wait_until
 
+from lazyattn_jax import serve
+from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.serve import make_parser, parse_size
 from lazyattn_jax.server.replies import data_line
 
@@ -82,6 +85,27 @@ def test_what_keeps_it_from_starting() -> None:
         assert errors.startswith("error: ")
         assert errors.count("\n") == 1
         assert all(part in errors for part in parts), errors
+
+
+def test_garbage_collection_does_not_look_at_what_loading_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[object] = []
+
+    def load(*args: object) -> object:
+        left.append([])
+        return left[-1]
+
+    monkeypatch.setattr(serve, "load_for", load)
+    monkeypatch.setattr(serve, "start_engine", load)
+    try:
+        engine = serve._load("some model", "none", EngineConfig())
+        assert engine is left[1]
+        looked_at = set(map(id, gc.get_objects()))
+        assert looked_at.isdisjoint(map(id, left))
+        assert id(looked_at) in set(map(id, gc.get_objects()))  # but at what comes later it does
+    finally:
+        gc.unfreeze()
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
