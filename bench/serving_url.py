@@ -53,7 +53,7 @@ class UrlTarget:
         self, queries: Iterator[Query], point: Point, span: Span, progress: Progress
     ) -> Outcome:
         async with self._make_client() as client:
-            model = self._model or (await client.models.list()).data[0].id
+            model = self._model or await self._first_model(client)
             start = time.perf_counter()
             load: Load = point.load(start, span)
             outcome = Outcome(begin=start + span.warmup)
@@ -84,6 +84,15 @@ class UrlTarget:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         return outcome
+
+    async def _first_model(self, client: Any) -> str:
+        try:
+            return str((await client.models.list()).data[0].id)
+        except Exception as error:
+            raise ValueError(
+                f"asked for its models, {client.base_url} does not answer as a server does "
+                f"({error}); --url should end with /v1, and --url-key be what the server wants"
+            ) from error
 
     async def _ask(self, client: Any, model: str, query: Query, record: Record) -> None:
         """Sends one request and notes what comes back."""

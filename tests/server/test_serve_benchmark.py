@@ -39,6 +39,14 @@ def test_errors_of_a_server_are_counted(server, monkeypatch, tmp_path):
     assert (row["requests"], row["errors"], row["ttft_ms"]) == (0, 2, None)
 
 
+def test_an_address_without_a_server_is_named(server, monkeypatch):
+    for url in ("http://127.0.0.1:1/v1", f"{server.url}/elsewhere"):
+        arguments = ["bench", "serve", "--url", url, "--concurrency", "1", "--requests", "1"]
+        monkeypatch.setattr("sys.argv", arguments)
+        with pytest.raises(SystemExit, match=f"error: .*{url}/ does not answer"):
+            command.main()
+
+
 def test_fields_of_a_request():
     query = Query("Be brief.", ("One.", "Two."), "Which?", 7)
     fields = request_fields(query, "field")
