@@ -43,6 +43,8 @@ def _chunks(
     chunks: list[Chunk] = []
     scheduled: set[EncodeJob] = set()
     for request in requests:
+        if request.state is State.DECODE:
+            continue
         owners: list[EncodeJob | Request] = [
             job for job in request.pending if job not in scheduled and can_run(job)
         ]

@@ -9,7 +9,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -29,8 +30,7 @@ from lazyattn_jax.engine.stats import EngineStats
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """News of one request: more text, or its end.
 
     ``finish_reason`` is ``stop`` (end token, stop token or stop string), ``length``, ``timeout``,

@@ -84,34 +84,19 @@ def make_choices(size: int, requests: Sequence[Request], num_seats: int, effort:
     """Choices for ``requests``, padded to ``size``; only their seats if no more is needed."""
     count = len(requests)
     seat = padded([r.seat for r in requests], size, num_seats)
-    floats = np.zeros((6, size), np.float32)
-    floats[1] = floats[3] = 1  # top_p and repetition
-    ints = np.zeros((4, size), np.int64)
-    used, held = np.zeros((2, size), bool)
+    rows = np.zeros((12, size))
+    rows[1] = rows[3] = 1  # top_p and repetition
     if effort is not Effort.GREEDY and count:
-        floats[:, :count] = np.array([_floats(r) for r in requests], np.float32).T
-        ints[:, :count] = np.array([_ints(r) for r in requests], np.int64).T
-        used[:count] = [r.params.adjusts_logits for r in requests]
-        held[:count] = [r.num_sampled < r.params.min_tokens for r in requests]
-    temperature, top_p, min_p, repetition, presence, frequency = floats
-    top_k, step = ints[[0, 3]].astype(np.int32)
-    seed = ints[1:3].T.astype(np.uint32)
+        rows[:11, :count] = np.array([r.choice_row for r in requests]).T
+        rows[11, :count] = [r.num_sampled for r in requests]
+    temperature, top_p, min_p, repetition, presence, frequency = rows[:6].astype(np.float32)
+    top_k, step = rows[[6, 11]].astype(np.int32)
+    seed = rows[7:9].T.astype(np.uint32)
+    used, held = rows[9] > 0, rows[11] < rows[10]
     return Choices(
         SamplingRows(temperature, top_k, top_p, min_p, seed, step),
         Adjustments(seat, used, held, repetition, presence, frequency),
     )
-
-
-def _floats(request: Request) -> tuple[float, ...]:
-    p = request.params
-    penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-    return p.temperature, p.top_p, p.min_p, *penalties
-
-
-def _ints(request: Request) -> tuple[int, ...]:
-    seed = request.seed
-    words = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
-    return request.params.top_k, *words, request.num_sampled
 
 
 def occupant(

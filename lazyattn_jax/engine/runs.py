@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -109,7 +110,7 @@ class TokenRun:
 
     def fill(self, token: int) -> None:
         """Says what the first pending token is."""
-        self.tokens[self.num_known] = token
+        self.tokens[-self.pending] = token
         self.pending -= 1
 
     def start_with(self, shared: Sequence[Segment], new_pages: Sequence[int]) -> None:
@@ -248,6 +249,19 @@ class Request:
     def num_sampled(self) -> int:
         """Generated tokens, with those that are not known yet."""
         return self.num_generated + self.run.pending
+
+    @cached_property
+    def choice_row(self) -> tuple[float, ...]:
+        """All that says how its tokens are chosen, as numbers that a batch makes a table of.
+
+        Temperature, top_p, min_p, the three penalties, top_k, the two words of the seed, whether
+        logits are adjusted, and min_tokens.
+        """
+        p = self.params
+        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        words = self.seed >> 32 & 0xFFFFFFFF, self.seed & 0xFFFFFFFF
+        filters = p.temperature, p.top_p, p.min_p, *penalties, p.top_k
+        return *filters, *words, p.adjusts_logits, p.min_tokens
 
     @property
     def deadline(self) -> float:

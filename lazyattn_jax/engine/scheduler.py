@@ -244,10 +244,11 @@ class Scheduler:
 
         May preempt the youngest requests. When not all fit in a step they take turns.
         """
-        for request in list(self.active):
-            if _goes_on(request) and not self._make_room(request):
-                self._preempt(request)
         ready = [r for r in self.active if _goes_on(r)]
+        for request in ready:
+            if request.state is State.DECODE and not self._make_room(request):
+                self._preempt(request)
+        ready = [r for r in ready if r.state is State.DECODE]
         start = self._decode_from % len(ready) if ready else 0
         batch = decode_batch(ready[start:] + ready[:start], self.limits)
         self._decode_from = start + len(batch) if len(batch) < len(ready) else 0
@@ -255,16 +256,20 @@ class Scheduler:
 
     def finish_decode(self, requests: Sequence[Request]) -> None:
         """Takes note that a step with every request's last token has been started."""
+        size = self.limits.page_size
         for request in requests:
-            request.run.computed += 1
-            self._publish_full_pages(request)
-            request.run.append_pending()
+            run = request.run
+            run.computed += 1
+            if run.computed % size == 0:
+                self._publish_full_pages(request)
+            run.append_pending()
 
     def fill(self, request: Request, token: int) -> None:
         """Takes note of the first pending token of a request."""
-        request.run.fill(token)
+        run = request.run
+        run.fill(token)
         request.num_generated += 1
-        if request.state is State.DECODE:
+        if request.state is State.DECODE and run.num_known % self.limits.page_size == 0:
             self._publish_full_pages(request)
 
     def spoil(self, owner: EncodeJob | Request, at: int) -> list[Request]:
