@@ -16,6 +16,7 @@ from lazyattn_jax.engine.engine import Engine
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, as_text
 from lazyattn_jax.engine.runs import Request
+from lazyattn_jax.llm import Usage
 from lazyattn_jax.models.tokenizer import Tokenizer
 from lazyattn_jax.prompt import chat_prompt, text_prompt
 
@@ -24,7 +25,12 @@ FULL_ADAPTER = "full:adapter"
 SYSTEM = "You answer questions using the documents. Answer with a short phrase."
 INSTRUCTION = "Answer with a few words from the documents."
 
-_OPTIONS: dict[str, Callable[[str], Any]] = {"gap": int, "repair": int, "temperature": float}
+_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "gap": int,
+    "repair": int,
+    "temperature": float,
+    "select": int,
+}
 """Options of a mode, which are fields of ``DocumentContext``, and how they are read."""
 
 # The adapter is for requests with documents. Repaired from beginning to end, these are text like
@@ -142,7 +148,8 @@ def answer(engine: Engine, asked: Sequence[Ask], *, max_tokens: int, title: str)
 class Cost:
     """What a question costs in one mode once its documents are in the pool.
 
-    ``computed_tokens`` of ``prompt_tokens`` are computed for the request; both are means.
+    ``computed_tokens`` are computed for the request, also to choose documents; ``prompt_tokens``
+    are what it is answered over. Both are means.
     ``first_token_ms`` is the median time to the first token of a request that is alone.
     """
 
@@ -163,10 +170,11 @@ def cost(engine: Engine, prompts: Sequence[Prompt], mode: Mode) -> Cost:
             _drain(engine)
         requests.append(_add(engine, prompt, mode, 1, salt))
         _drain(engine)
+    usages = [Usage.of(r) for r in requests]
     seconds = [(r.first_token_at or math.nan) - r.arrived_at for r in requests]
     return Cost(
         statistics.mean(r.prompt_tokens for r in requests),
-        statistics.mean(r.prompt_tokens - (r.cached_tokens or 0) for r in requests),
+        statistics.mean(u.prompt_tokens - u.cached_tokens + u.selection_tokens for u in usages),
         1000 * statistics.median(seconds),
     )
 

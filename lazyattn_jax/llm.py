@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError
 from lazyattn_jax.engine.runs import Request, TokenLogprobs
+from lazyattn_jax.engine.selection import Selection
 from lazyattn_jax.models.checkpoint import LoadedModel
 from lazyattn_jax.models.load import EMBEDDED, load_model
 from lazyattn_jax.prompt import Document, chat_prompt, parse_documents, text_prompt
@@ -23,27 +24,38 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DocumentUsage:
-    """One document of a prompt: what it is called, its tokens, and how many were reused."""
+    """One document of a prompt: what it is called, its tokens, and how many were reused.
+
+    Where documents were chosen, ``score`` is the log-probability of the text after them with this
+    one alone, in nats, and ``used`` says whether the answer is over it.
+    """
 
     name: str
     tokens: int
     cached_tokens: int
+    used: bool = True
+    score: float | None = None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request. ``cached_tokens`` were found in the pool, not computed."""
+    """Token counts of one request. ``cached_tokens`` were found in the pool, not computed.
+
+    Where documents were chosen, the prompt is what the request was answered over, ``documents`` are
+    all that were given, and ``selection_tokens`` is what was computed to choose.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     documents: tuple[DocumentUsage, ...]
+    selection_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Usage:
         """The counts of a request so far."""
         documents = zip(request.layout.documents, request.cached_document_tokens, strict=True)
-        return cls(
+        usage = cls(
             request.prompt_tokens,
             request.num_generated,
             request.cached_tokens or 0,
@@ -52,6 +64,20 @@ class Usage:
                 for i, (d, cached) in enumerate(documents)
             ),
         )
+        return usage if request.selection is None else usage._with(request.selection)
+
+    def _with(self, selection: Selection) -> Usage:
+        documents = tuple(
+            DocumentUsage(
+                document.name or str(i),
+                len(document.tokens),
+                selection.cached_tokens(i),
+                i in selection.kept,
+                selection.score(i),
+            )
+            for i, document in enumerate(selection.documents)
+        )
+        return replace(self, documents=documents, selection_tokens=selection.computed_tokens)
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,14 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         "at documents (default: %(default)s)",
     )
     add(
+        "--document-select",
+        type=int,
+        metavar="N",
+        default=defaults.document_select,
+        help="answer over so many of a request's documents, those that make the text after them "
+        "likeliest; 0 is over all (default: %(default)s)",
+    )
+    add(
         "--eviction",
         choices=tuple(POLICIES),
         default=defaults.eviction,

@@ -8,12 +8,21 @@ from lazyattn_jax.engine.limits import Limits
 from lazyattn_jax.engine.request import DocumentPiece, Layout, Prompt, RequestError
 
 
-def check_tokens(prompt: Prompt, vocab: int) -> None:
-    """Checks that all tokens are in the vocabulary.
+def check_prompt(prompt: Prompt, vocab: int, max_documents: int) -> None:
+    """Checks that all tokens are in the vocabulary, and that documents are not too many nor empty.
 
     Raises:
-      RequestError: one is not.
+      RequestError: they are not.
     """
+    documents = [p for p in prompt if isinstance(p, DocumentPiece)]
+    if len(documents) > max_documents:
+        raise RequestError(
+            "documents",
+            f"{len(documents)} documents, at most {max_documents} are allowed (max_documents)",
+        )
+    for i, document in enumerate(documents):
+        if not document.tokens:
+            raise RequestError("documents", f"document {document.name or i!r} is empty")
     for piece in prompt:
         tokens = np.asarray(piece.tokens if isinstance(piece, DocumentPiece) else piece)
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab):
@@ -36,12 +45,6 @@ def fit(limits: Limits, layout: Layout, wanted: int | None, *, least: int) -> in
       RequestError: the prompt or the tokens do not fit the context or the pool.
     """
     prompt = layout.num_tokens
-    if len(layout.documents) > limits.max_documents:
-        raise RequestError(
-            "documents",
-            f"{len(layout.documents)} documents, at most {limits.max_documents} are allowed "
-            "(max_documents)",
-        )
     context_room = limits.max_model_len - prompt
     if context_room < least:
         raise RequestError(

@@ -48,6 +48,8 @@ class EngineConfig:
       document_repair: first tokens of every document, rounded up to whole pages, that are computed
         in the request's context and not reused.
       document_temperature: scores of text against documents are divided by it.
+      document_select: answer over so many documents, those that make the text after them likeliest;
+        0 answers over all.
       eviction: which segments go first of those that no request in line needs: ``gdsf``
         (GreedyDual-Size-Frequency: those that bring least for their pages), ``lfu`` (the same by a
         count that outlives eviction: for documents that come back, not for chats) or ``lru`` (the
@@ -77,6 +79,7 @@ class EngineConfig:
     document_gap: int = 200
     document_repair: int = 0
     document_temperature: float = 1.0
+    document_select: int = 0
     eviction: str = "gdsf"
     max_overtaken: int = 0
     share_reads: bool = True
@@ -121,6 +124,7 @@ class EngineConfig:
             self.document_gap,
             self.document_repair,
             self.document_temperature,
+            select=self.document_select,
         )
 
     def resolve_dtype(self) -> jnp.dtype:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +18,22 @@ from jaxtyping import Array, Float
 
 from lazyattn_jax.cache.eviction import POLICIES
 from lazyattn_jax.cache.pool import bytes_per_token
-from lazyattn_jax.engine.checks import check_tokens, fit
+from lazyattn_jax.engine.checks import check_prompt, fit
 from lazyattn_jax.engine.config import EngineConfig
 from lazyattn_jax.engine.output import TextStream
 from lazyattn_jax.engine.params import SamplingParams
-from lazyattn_jax.engine.request import DocumentContext, Prompt, RequestError, as_text, lay_out
+from lazyattn_jax.engine.request import (
+    DocumentContext,
+    Layout,
+    Prompt,
+    RequestError,
+    as_text,
+    lay_out,
+)
 from lazyattn_jax.engine.runner import Programs, Runner
 from lazyattn_jax.engine.runs import Chunk, Request, State, TokenLogprobs
 from lazyattn_jax.engine.scheduler import Scheduler
+from lazyattn_jax.engine.selection import TRIAL, Selection
 from lazyattn_jax.engine.started import Scores, Step, read_logprobs
 from lazyattn_jax.engine.stats import EngineStats
 from lazyattn_jax.models.checkpoint import LoadedModel
@@ -107,6 +116,12 @@ class Engine:
         """Whether any request is unfinished, or a step has been started and not been read."""
         return self.scheduler.has_work or bool(self._steps)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted, or have been preempted."""
+        every = (request for request, _ in self._streams.values() if request.trial_of is None)
+        return sum(request.state in (State.WAITING, State.SELECTING) for request in every)
+
     def add(
         self,
         prompt: Prompt,
@@ -120,6 +135,9 @@ class Engine:
         leader: Request | None = None,
     ) -> Request:
         """Puts a request in line.
+
+        If it is to be answered over some of its documents only, requests that try one of them each
+        get in line first, and it goes on when they are done; see ``Selection``.
 
         Args:
           prompt: token ids and documents in reading order.
@@ -143,7 +161,7 @@ class Engine:
             raise RequestError("n", f"n is {params.n}, but this gives one answer")
         if timeout is not None and not timeout > 0:
             raise RequestError("timeout", f"timeout is {timeout} seconds, must be above 0")
-        check_tokens(prompt, self.loaded.config.vocab_size)
+        check_prompt(prompt, self.loaded.config.vocab_size, self.limits.max_documents)
         params.check_tokens(self.loaded.config.vocab_size)
         if encode_only and not (self._reuse.independent and self._reuse.shared):
             raise RequestError(
@@ -151,19 +169,13 @@ class Engine:
                 f"reuse is {self.config.reuse!r}: no request would find documents that are "
                 "computed ahead of it",
             )
-        if not self._reuse.independent:
-            prompt = as_text(prompt)
         if not self._reuse.shared:
             cache_salt += secrets.token_hex(16)  # a key that nobody else finds
-        layout = lay_out(
-            prompt,
-            page_size=self.limits.page_size,
-            fingerprint=self.loaded.fingerprint,
-            adapter=self.loaded.adapter_fingerprint,
-            salt=cache_salt,
-            context=context or self.context,
-            encode_only=encode_only,
-        )
+        context = context or self.context
+        lay = partial(self._lay_out, salt=cache_salt, context=context, encode_only=encode_only)
+        selection = Selection(prompt, context.select, lay)
+        chooses = selection.is_needed and not encode_only
+        layout = selection.largest() if chooses else lay(prompt)
         if encode_only:
             max_tokens = fit(self.limits, layout, None, least=0)
         else:
@@ -184,14 +196,32 @@ class Engine:
                 self._deadlines = [d for d in self._deadlines if d[2].state is not State.FINISHED]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, next(self._ids), request))
-        self.scheduler.add(request, leader)
+        if not chooses:
+            self.scheduler.add(request, leader)
+        elif leader is not None and leader.state is State.SELECTING:
+            assert leader.selection is not None
+            leader.selection.join(request)
+        else:
+            selection.join(request)
+            self._try_documents(request, selection, cache_salt, context)
         return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any stage and frees what it held; unknown ids are ignored."""
         entry = self._streams.pop(request_id, None)
-        if entry is not None:
-            self.scheduler.finish(entry[0])
+        if entry is None:
+            return
+        request = entry[0]
+        if request.state is not State.SELECTING:
+            self.scheduler.finish(request)
+            return
+        request.state = State.FINISHED
+        assert request.selection is not None
+        request.selection.waiting.remove(request)
+        if not request.selection.waiting:
+            for trial in request.selection.trials.values():
+                if trial.state is not State.FINISHED:
+                    self.abort(trial.id)
 
     def step(self) -> list[Output]:
         """Starts a step, reads the one before it, and returns the news.
@@ -213,10 +243,68 @@ class Engine:
         outputs += self._finish_encoded()
         while len(self._steps) > 1 or (self._steps and (not started or self._only_first_tokens())):
             outputs += self._read(self._steps.popleft())
+        outputs = self._settle(outputs)
         if self.config.check_invariants:
             self.scheduler.check_integrity()
         self.stats.count(started, time.perf_counter() - begin, self._waited)
         return outputs
+
+    def _lay_out(
+        self, prompt: Prompt, *, salt: str, context: DocumentContext, encode_only: bool
+    ) -> Layout:
+        return lay_out(
+            prompt if self._reuse.independent else as_text(prompt),
+            page_size=self.limits.page_size,
+            fingerprint=self.loaded.fingerprint,
+            adapter=self.loaded.adapter_fingerprint,
+            salt=salt,
+            context=context,
+            encode_only=encode_only,
+        )
+
+    def _try_documents(
+        self, request: Request, selection: Selection, salt: str, context: DocumentContext
+    ) -> None:
+        """Puts requests in line that try one document each."""
+        try:
+            for document in selection.candidates:
+                trial = self.add(
+                    selection.with_only([document]),
+                    TRIAL,
+                    request_id=f"{request.id}/{document}",
+                    cache_salt=salt,
+                    context=replace(context, select=0),
+                )
+                trial.trial_of = selection
+                selection.trials[document] = trial
+        except RequestError:
+            self.abort(request.id)
+            raise
+
+    def _settle(self, outputs: list[Output]) -> list[Output]:
+        """Takes the news of trials out; requests whose documents are chosen get in line."""
+        news = []
+        for output in outputs:
+            selection = output.request.trial_of
+            if selection is None:
+                news.append(output)
+            elif output.finish_reason == "error":
+                news += self._end(list(selection.waiting), "error")
+            elif selection.waiting and selection.decided:
+                self._answer_over_chosen(selection)
+        return news
+
+    def _answer_over_chosen(self, selection: Selection) -> None:
+        layout = selection.decide()
+        requests, selection.waiting = selection.waiting, []
+        for request in requests:
+            # The longest documents would have fitted, so these do.
+            request.lay(layout, fit(self.limits, layout, request.params.max_tokens, least=1))
+            request.state = State.WAITING
+        first, *others = requests
+        self.scheduler.add_first(first)
+        for request in others:
+            self.scheduler.add(request, first)
 
     def _sit(self, request: Request) -> None:
         if request.params.adjusts_logits:

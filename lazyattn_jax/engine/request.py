@@ -21,11 +21,14 @@ class DocumentPiece:
     """The tokens of one document in a prompt.
 
     ``name`` is what the user calls it. ``content_id`` names what is in it, wherever it came from.
+    If ``dropped`` the prompt is as if it were not there, but for one thing: the leading text ends
+    at the first document, dropped or not, so that the others are encoded as if all were there.
     """
 
     tokens: Sequence[int]
     name: str = ""
     content_id: str = ""
+    dropped: bool = False
 
 
 Prompt = Sequence[Sequence[int] | DocumentPiece]
@@ -41,12 +44,13 @@ TEMPERATURES = 0.1, 10.0
 
 def as_text(prompt: Prompt) -> Prompt:
     """A prompt whose documents are text like any other."""
-    return [p.tokens if isinstance(p, DocumentPiece) else p for p in prompt]
+    kept = (p for p in prompt if not (isinstance(p, DocumentPiece) and p.dropped))
+    return [p.tokens if isinstance(p, DocumentPiece) else p for p in kept]
 
 
 @dataclass(frozen=True)
 class DocumentContext:
-    """What documents are encoded after, and what is done about what they do not see.
+    """What documents are encoded after, what is done about what they do not see, and which count.
 
     Attributes:
       prefix: they are encoded after the text before the first one, else after nothing.
@@ -58,6 +62,8 @@ class DocumentContext:
       temperature: scores of text against documents are divided by it (APE, arXiv 2502.05431).
       adapter: where they are encoded after nothing, and the model has an adapter for that, all of
         the request is computed with it.
+      select: answer over so many of the documents, if there are more: over those that make the text
+        after them likeliest (superposition prompting, arXiv 2404.06910). 0 answers over all.
 
     Raises:
       RequestError: a value out of range.
@@ -68,6 +74,7 @@ class DocumentContext:
     repair: int = 0
     temperature: float = 1.0
     adapter: bool = True
+    select: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap <= MAX_GAP:
@@ -77,6 +84,10 @@ class DocumentContext:
         if self.repair < 0:
             raise RequestError(
                 "document_repair", f"document_repair is {self.repair}, must be 0 or more"
+            )
+        if self.select < 0:
+            raise RequestError(
+                "document_select", f"document_select is {self.select}, must be 0 or more"
             )
         low, high = TEMPERATURES
         if not low <= self.temperature <= high:
@@ -193,7 +204,7 @@ def lay_out(
         need follow them.
 
     Raises:
-      RequestError: the prompt is empty, ends with a document, or has an empty document.
+      RequestError: the prompt is empty or ends with a document.
     """
     first_document = next((i for i, p in enumerate(prompt) if isinstance(p, DocumentPiece)), None)
     with_adapter = first_document is not None and not context.prefix and context.adapter
@@ -217,10 +228,8 @@ def lay_out(
     positions: list[int] = []
     for piece in prompt[first_document or 0 :]:
         if isinstance(piece, DocumentPiece):
-            if not piece.tokens:
-                raise RequestError(
-                    "documents", f"document {piece.name or len(documents)!r} is empty"
-                )
+            if piece.dropped:
+                continue
             length = len(piece.tokens)
             pages = 0 if encode_only else -(-context.repair // page_size)
             repaired = min(pages * page_size, length)

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazyattn_jax.cache.segments import Segment
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import Layout
+
+if TYPE_CHECKING:
+    from lazyattn_jax.engine.selection import Selection
 
 PENDING = -1
 """Stands for a token that is not known yet."""
@@ -160,6 +163,7 @@ class EncodeJob:
 class State(Enum):
     """Where a request is."""
 
+    SELECTING = "selecting"  # not in line yet: its documents are being chosen
     WAITING = "waiting"  # holds nothing
     ENCODING = "encoding"  # admitted; its leading text or documents are being computed
     PREFILL = "prefill"
@@ -205,9 +209,7 @@ class Request:
         timeout: float = math.inf,
     ) -> None:
         self.id = request_id
-        self.layout = layout
         self.params = params
-        self.max_tokens = max_tokens
         self.seed = seed
         self.stop_tokens = stop_tokens
         self.state = State.WAITING
@@ -222,18 +224,27 @@ class Request:
         self.first_token_at: float | None = None
         # Set on first admission: what of the prompt did not have to be computed for this request.
         self.cached_tokens: int | None = None
-        self.cached_document_tokens: list[int] = [0] * len(layout.documents)
-        # In reading order, with what is not computed for this request left out.
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * layout.num_tokens
-        self.run = TokenRun(layout.stream, layout.stream_positions, adapted=layout.adapted)
+        # Which documents it is answered over, if that is chosen; or which choice it is there for.
+        self.selection: Selection | None = None
+        self.trial_of: Selection | None = None
+        self.lay(layout, max_tokens)
         self.stream_keys: list[bytes] = []
         self.pending: list[EncodeJob] = []
         self.leading_pins: list[Segment] = []
         self.document_pins: list[Segment] = []
         self.stream_pins: list[Segment] = []
         self.copy_pages: list[int] = []  # private, for copies of its documents
+
+    def lay(self, layout: Layout, max_tokens: int) -> None:
+        """Sets the prompt and how many tokens may follow it, before anything is computed."""
+        self.layout = layout
+        self.max_tokens = max_tokens
+        self.cached_document_tokens: list[int] = [0] * len(layout.documents)
+        # In reading order, with what is not computed for this request left out.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * layout.num_tokens
+        self.run = TokenRun(layout.stream, layout.stream_positions, adapted=layout.adapted)
 
     @property
     def prompt_tokens(self) -> int:

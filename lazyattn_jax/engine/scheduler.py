@@ -66,12 +66,6 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.active)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have not been admitted, or have been preempted."""
-        followers = sum(len(r.followers) for r in (*self.waiting, *self.active))
-        return len(self.waiting) + followers
-
     def add(self, request: Request, leader: Request | None = None) -> None:
         """Puts a request at the end of the line.
 
@@ -83,6 +77,10 @@ class Scheduler:
         else:
             leader.followers.append(request)
             request.leader = leader
+
+    def add_first(self, request: Request) -> None:
+        """Puts a request in front of all others."""
+        self.waiting.join_first(request, self._needed(request))
 
     def finish(self, request: Request) -> None:
         """Ends a request at any stage and gives back all it held."""
@@ -101,7 +99,7 @@ class Scheduler:
     def _let_follow(self, leader: Request) -> None:
         for follower in leader.followers[::-1]:
             follower.leader = None
-            self.waiting.join_first(follower, self._needed(follower))
+            self.add_first(follower)
         leader.followers = []
 
     # Admission ------------------------------------------------------------------------------------
@@ -376,7 +374,7 @@ class Scheduler:
         request.state = State.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.join_first(request, self._needed(request))
+        self.add_first(request)
 
     def _release(self, request: Request) -> None:
         self.active.remove(request)

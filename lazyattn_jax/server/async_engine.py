@@ -252,7 +252,7 @@ class AsyncEngine:
                 f"{new} answers are asked for at once, at most {self._max_waiting} requests may "
                 "wait (--max-waiting)",
             )
-        waiting = engine.scheduler.num_waiting
+        waiting = engine.num_waiting
         if waiting + new > self._max_waiting:
             raise LineFull(waiting, self._max_waiting, self._seconds_for(waiting))
 

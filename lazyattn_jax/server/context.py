@@ -17,6 +17,7 @@ class ContextFields(BaseModel):
     document_gap: int | None = None
     document_repair: int | None = None
     document_temperature: float | None = None
+    document_select: int | None = None
 
     def context(self, default: DocumentContext) -> DocumentContext:
         """How the request's documents are treated.
@@ -34,5 +35,6 @@ class ContextFields(BaseModel):
             "gap": self.document_gap,
             "repair": self.document_repair,
             "temperature": self.document_temperature,
+            "select": self.document_select,
         }
         return replace(default, **{k: v for k, v in given.items() if v is not None})

@@ -200,7 +200,7 @@ class Documents(Observer):
             "page_bytes": engine.page_bytes,
             "documents": documents,
             "running": len(scheduler.active),
-            "waiting": len(scheduler.waiting),
+            "waiting": engine.num_waiting,
         }
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from lazyattn_jax.engine.engine import Engine, Output
 from lazyattn_jax.engine.runs import Request, State
+from lazyattn_jax.llm import Usage
 from lazyattn_jax.server.async_engine import Observer
 
 PREFIX = "lazyattn:"
@@ -70,7 +71,7 @@ def engine_state(engine: Engine) -> EngineState:
     decode = _pages(r for r in scheduler.active if r.state is State.DECODE)
     return EngineState(
         running=len(scheduler.active),
-        waiting=scheduler.num_waiting,
+        waiting=engine.num_waiting,
         used=1 - index.num_available / engine.limits.num_pages,
         cached_bytes=index.num_cached * engine.page_bytes,
         kept_bytes=index.num_kept * engine.page_bytes,
@@ -115,6 +116,9 @@ class Metrics(Observer):
         self._document_hits = self._counter(
             "document_hit_tokens", "Tokens of documents in prompts that were not computed"
         )
+        self._selection = self._counter(
+            "document_selection_tokens", "Tokens that were computed to choose documents"
+        )
         self._finished = Counter(
             f"{PREFIX}request_success",
             "Finished requests",
@@ -144,8 +148,10 @@ class Metrics(Observer):
         self._prompt_tokens.inc(request.prompt_tokens)
         self._queries.inc(request.prompt_tokens)
         self._hits.inc(request.cached_tokens or 0)
-        self._document_queries.inc(sum(len(d.piece.tokens) for d in request.layout.documents))
-        self._document_hits.inc(sum(request.cached_document_tokens))
+        usage = Usage.of(request)
+        self._document_queries.inc(sum(d.tokens for d in usage.documents))
+        self._document_hits.inc(sum(d.cached_tokens for d in usage.documents))
+        self._selection.inc(usage.selection_tokens)
         if request.first_token_at is not None:
             self._first.observe(request.first_token_at - request.arrived_at)
 

@@ -224,11 +224,16 @@ def _request_error(error: ValidationError) -> RequestError:
 
 
 class DocumentTokens(BaseModel):
-    """An extension: what one document took, and how much of it was reused."""
+    """An extension: what one document took, and how much of it was reused.
+
+    Where documents were chosen also whether it was, and the score that decided.
+    """
 
     id: str
     tokens: int
     cached_tokens: int
+    used: bool = True
+    score: float | None = None
 
 
 class PromptTokens(BaseModel):
@@ -236,6 +241,7 @@ class PromptTokens(BaseModel):
 
     cached_tokens: int
     documents: list[DocumentTokens] = []
+    selection_tokens: int = 0
 
 
 class UsageInfo(BaseModel):

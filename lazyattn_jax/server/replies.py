@@ -167,6 +167,11 @@ def _total(usages: dict[int, Usage], n: int) -> UsageInfo:
     details = PromptTokens(cached_tokens=sum(u.cached_tokens for u in prompts))
     if documents:
         details.documents = documents
+    if selection_tokens := sum(u.selection_tokens for u in prompts):
+        details.selection_tokens = selection_tokens
+        if len(prompts) == 1:  # others may have chosen differently
+            for shown, document in zip(documents, prompts[0].documents, strict=True):
+                shown.used, shown.score = document.used, document.score
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     completion_tokens = sum(u.completion_tokens for u in usages.values())
     return UsageInfo(

@@ -19,7 +19,14 @@ def loaded() -> LoadedModel:
 
 
 # Options that say what is computed, not how.
-SAME_PROGRAMS = ("document_context", "document_gap", "eviction", "reuse", "share_reads")
+SAME_PROGRAMS = (
+    "document_context",
+    "document_gap",
+    "document_select",
+    "eviction",
+    "reuse",
+    "share_reads",
+)
 
 
 @functools.cache

@@ -129,6 +129,7 @@ def test_what_is_there_twice_leaves_room_for_pinned_documents(make_engine):
     ("options", "message"),
     [
         ({"repair": -1}, "document_repair is -1, must be 0 or more"),
+        ({"select": -1}, "document_select is -1, must be 0 or more"),
         ({"gap": -1}, "document_gap is -1, must be 0 to 1000000"),
         ({"gap": 1_000_001}, "document_gap is 1000001, must be 0 to 1000000"),
         ({"temperature": 0.0}, "document_temperature is 0.0, must be 0.1 to 10"),

@@ -234,7 +234,7 @@ def test_answers_to_one_prompt_wait_for_it_and_share_it(make_engine):
     engine.step()
     assert (leader.state, follower.state) == (State.ENCODING, State.WAITING)
     assert later.state is not State.WAITING
-    assert engine.scheduler.num_waiting == 1
+    assert engine.num_waiting == 1
     while not follower.num_generated:
         engine.step()
     assert follower.run.pages[:6] == leader.run.pages[:6]

@@ -91,6 +91,7 @@ def test_bad_bodies(server: RunningServer, path: str, body: bytes, part: str) ->
         ("document_gap", HUGE, (HUGE, "0 to 1000000")),
         ("document_gap", 1.5, ("1.5", "must be an integer")),
         ("document_repair", -1, ("-1", "0 or more")),
+        ("document_select", -1, ("document_select is -1", "0 or more")),
         ("document_temperature", 0, ("0", "0.1 to 10")),
         ("document_temperature", "x", ('"x"', "must be a number")),
         ("best_of", 2, ("2", "null or 1")),

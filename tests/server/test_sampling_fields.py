@@ -171,7 +171,7 @@ def test_a_full_line_is_429(narrow_server: RunningServer, engine: Engine) -> Non
     with Gate(engine) as gate, ThreadPoolExecutor(2) as pool:
         # The gate holds the engine in a step, which admits one; the others wait for its prompt.
         first = pool.submit(post, n=3)
-        wait_until(lambda: engine.scheduler.num_waiting == 3)
+        wait_until(lambda: engine.num_waiting == 3)
         second = pool.submit(post, n=2)
         wait_until(lambda: narrow_server.engine._commands.qsize() == 1)
         gate.allow(1)
