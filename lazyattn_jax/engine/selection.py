@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import takewhile
 
 from lazyattn_jax.engine.params import SamplingParams
 from lazyattn_jax.engine.request import DocumentPiece, Layout, Prompt
@@ -37,10 +36,11 @@ class Selection:
         first: dict[tuple[int, ...], int] = {}
         self._same_as = [first.setdefault(tuple(d.tokens), i) for i, d in enumerate(self.documents)]
         self.candidates = list(first.values())
-        pieces = (
-            len(p) for p in takewhile(lambda p: not isinstance(p, DocumentPiece), prompt[::-1])
-        )
-        self._tail = sum(pieces)
+        self._tail = 0
+        for piece in reversed(prompt):
+            if isinstance(piece, DocumentPiece):
+                break
+            self._tail += len(piece)
         self.trials: dict[int, Request] = {}
         self.waiting: list[Request] = []
         self.kept: tuple[int, ...] = ()
