@@ -296,6 +296,7 @@ class Engine:
 
     def _answer_over_chosen(self, selection: Selection) -> None:
         layout = selection.decide()
+        self.stats.selection_tokens += selection.computed_tokens
         requests, selection.waiting = selection.waiting, []
         for request in requests:
             # The longest documents would have fitted, so these do.

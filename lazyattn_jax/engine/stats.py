@@ -18,11 +18,13 @@ class EngineStats:
       host_seconds: time in ``Engine.step`` besides waiting for the device: scheduling, planning,
         starting steps, handing out tokens.
       wait_seconds: time in ``Engine.step`` waiting for the device.
+      selection_tokens: computed to choose documents.
     """
 
     steps: int = 0
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
+    selection_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._compilations_before = _compilations()

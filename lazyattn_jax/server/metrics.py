@@ -44,6 +44,7 @@ class EngineState:
       steps: prefill and decode steps, since the start.
       host_seconds: the host's own work for them.
       wait_seconds: time that was left to wait for the device.
+      selection_tokens: computed to choose documents, since the start.
       compilations: programs compiled since the engine was ready.
     """
 
@@ -61,6 +62,7 @@ class EngineState:
     steps: int
     host_seconds: float
     wait_seconds: float
+    selection_tokens: int
     compilations: int
 
 
@@ -84,6 +86,7 @@ def engine_state(engine: Engine) -> EngineState:
         steps=engine.stats.steps,
         host_seconds=engine.stats.host_seconds,
         wait_seconds=engine.stats.wait_seconds,
+        selection_tokens=engine.stats.selection_tokens,
         compilations=engine.stats.compilations,
     )
 
@@ -115,9 +118,6 @@ class Metrics(Observer):
         )
         self._document_hits = self._counter(
             "document_hit_tokens", "Tokens of documents in prompts that were not computed"
-        )
-        self._selection = self._counter(
-            "document_selection_tokens", "Tokens that were computed to choose documents"
         )
         self._finished = Counter(
             f"{PREFIX}request_success",
@@ -151,7 +151,6 @@ class Metrics(Observer):
         usage = Usage.of(request)
         self._document_queries.inc(sum(d.tokens for d in usage.documents))
         self._document_hits.inc(sum(d.cached_tokens for d in usage.documents))
-        self._selection.inc(usage.selection_tokens)
         if request.first_token_at is not None:
             self._first.observe(request.first_token_at - request.arrived_at)
 
@@ -213,6 +212,10 @@ class _SchedulerCollector(Collector):
             "engine_steps": ("Prefill and decode steps", state.steps),
             "engine_host_seconds": ("The host's own work for steps", state.host_seconds),
             "engine_wait_seconds": ("Waiting for the device", state.wait_seconds),
+            "document_selection_tokens": (
+                "Tokens that were computed to choose documents",
+                state.selection_tokens,
+            ),
             "recompiles": (
                 "Programs compiled since the engine was ready; should stay 0",
                 state.compilations,

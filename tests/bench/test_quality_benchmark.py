@@ -75,6 +75,7 @@ def test_modes():
     )
     mode = Mode.parse("prefix:gap=600:repair=16:temperature=0.9")
     assert mode.context == DocumentContext(True, 600, 16, 0.9)
+    assert Mode.parse("prefix:select=3").context == DocumentContext(True, select=3)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_modes():
         (("--modes", "none:size=1"), "the option 'size=1'"),
         (("--modes", "prefix:gap=x"), "gap is 'x', must be a number"),
         (("--modes", "prefix:repair=-1"), "document_repair is -1, must be 0 or more"),
+        (("--modes", "prefix:select=-1"), "document_select is -1, must be 0 or more"),
         ((), "give --data or --perplexity"),
         (("--data", "absent"), "cannot read absent"),
         (("--data", "absent", "--limit", "0"), "--limit is 0, must be at least 1"),

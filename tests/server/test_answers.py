@@ -18,9 +18,8 @@ DOCUMENTS = [
 
 
 def chat(server: RunningServer, text: str = "What is it?", **fields: Any) -> Any:
-    extra = {
-        k: fields.pop(k) for k in ("documents", "top_k", "cache_salt", "ignore_eos") if k in fields
-    }
+    extensions = ("documents", "document_select", "top_k", "cache_salt", "ignore_eos")
+    extra = {k: fields.pop(k) for k in extensions if k in fields}
     return server.openai.chat.completions.create(
         model=MODEL, **chat_body(text, **fields), extra_body=extra
     )
@@ -84,6 +83,29 @@ def test_stream_usage(server: RunningServer) -> None:
     assert (last.prompt_tokens, last.total_tokens) == (usage.prompt_tokens, usage.total_tokens)
     reused = [d["cached_tokens"] for d in last.prompt_tokens_details.documents]
     assert reused == [d["tokens"] for d in usage.prompt_tokens_details.documents]
+
+
+def test_documents_are_chosen(server: RunningServer) -> None:
+    """The answer is that over the chosen documents alone, and usage tells them from the others."""
+    given = [*DOCUMENTS, "A third one.", "A fourth."]
+    fields = {"documents": given, "document_select": 2}
+    extra = {"stream": True, "stream_options": {"include_usage": True}}
+    answer = chat(server, **fields)
+    details = answer.usage.prompt_tokens_details
+    kept = [text for text, shown in zip(given, details.documents, strict=True) if shown["used"]]
+    assert len(kept) == 2
+    scores = [(shown["score"], shown["used"]) for shown in details.documents]
+    assert [used for _, used in sorted(scores)] == [False] * 3 + [True] * 2
+    assert details.selection_tokens > 0
+    alone = chat(server, documents=kept)
+    assert answer.choices == alone.choices
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert all("used" not in shown for shown in alone.usage.prompt_tokens_details.documents)
+    *chunks, last = chat(server, **fields, **extra)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == answer.choices[0].message.content
+    shown = [(d["used"], d["score"]) for d in last.usage.prompt_tokens_details.documents]
+    assert shown == [(used, score) for score, used in scores]
 
 
 def test_raw_stream(server: RunningServer) -> None:

@@ -19,6 +19,7 @@ DEFAULT = DocumentContext(False, 100, 16, 0.9, adapter=False)
         ({"document_context": "prefix"}, DocumentContext(True, 100, 16, 0.9, adapter=False)),
         ({"document_repair": 0}, DocumentContext(False, 100, 0, 0.9, adapter=False)),
         ({"document_temperature": 2}, DocumentContext(False, 100, 16, 2.0, adapter=False)),
+        ({"document_select": 2}, DocumentContext(False, 100, 16, 0.9, adapter=False, select=2)),
     ],
 )
 def test_a_request_changes_what_it_names(given: dict[str, object], context: DocumentContext):

@@ -67,6 +67,20 @@ def test_counts_are_those_of_the_answers(server: RunningServer) -> None:
     assert seen["e2e_request_latency_seconds_sum"] == pytest.approx(parts)
 
 
+def test_what_choosing_documents_takes(server: RunningServer) -> None:
+    """Trials are no requests, and answers that share a choice count it once."""
+    before = scrape(server)
+    fields = {"cache_salt": "choice", "documents": DOCUMENTS, "document_select": 1}
+    usages = [ask(server, n=n, **fields) for n in (1, 2)]
+    seen = change(before, scrape(server))
+    details = [u["prompt_tokens_details"] for u in usages]
+    expected = sum(d["selection_tokens"] for d in details)
+    assert seen["document_selection_tokens_total"] == expected > 0
+    assert seen["prompt_tokens_total"] == usages[0]["prompt_tokens"] * 3
+    assert seen["time_to_first_token_seconds_count"] == 3
+    assert seen["num_requests_waiting"] == 0
+
+
 def test_loading_documents_is_no_request(server: RunningServer) -> None:
     before = scrape(server)
     loaded = server.http.post("/v1/documents", json={"documents": ["abc"], "cache_salt": "m"})
