@@ -188,11 +188,14 @@ class Scheduler:
         return True
 
     def _stream_keys(self, request: Request) -> Iterable[bytes]:
-        """Keys of the stream pages that may be reused: the last token is always computed."""
+        """Keys of the stream pages that may be reused: the last token is always computed.
+
+        Pages whose tokens are on their way have none yet: of a request that was preempted.
+        """
         if request.prompt_logprobs is not None:
             return
-        tokens = request.run.tokens
-        for page in range((len(tokens) - 1) // self.limits.page_size):
+        run = request.run
+        for page in range(min(len(run.tokens) - 1, run.num_known) // self.limits.page_size):
             self._extend_stream_keys(request, page)
             yield request.stream_keys[page]
 

@@ -153,6 +153,28 @@ def test_states_and_chunks_of_one_request():
     assert request.state is State.DECODE
 
 
+def test_preempted_with_tokens_on_their_way():
+    """Two answers of one prompt: the page in which they part is found by neither from the other."""
+    limits = replace(LIMITS, page_size=4)
+    scheduler, one = chunk_request(limits, range(6))
+    other = request_of(limits, range(6))
+    scheduler.add(other)
+    scheduler.admit()
+    scheduler.finish_prefill(scheduler.schedule_prefill())
+    for _ in range(2):
+        scheduler.finish_decode(scheduler.schedule_decode())
+    for request in (other, one):
+        assert request.run.pending == 3
+        scheduler._preempt(request)
+    for request, tokens in ((one, (7, 8, 9)), (other, (7, 6, 5))):
+        for token in tokens:
+            scheduler.fill(request, token)
+        scheduler.admit()
+        assert scheduler.active[-1] is request
+        assert [s.num_tokens for s in request.stream_pins] == [4]
+        scheduler.finish_prefill(scheduler.schedule_prefill())
+
+
 def test_a_large_request_is_not_overtaken():
     """What does not fit yet keeps its place in line, also against small ones that would fit."""
     scheduler, first = chunk_request(LIMITS, range(500))  # 32 of 64 pages
