@@ -49,6 +49,14 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="size of the KV pool, e.g. 512MiB or 2e9 (default: 1GiB on a CPU, else 90%% of the "
         "memory that the weights leave)",
     )
+    add(
+        "--host-kv-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        default=defaults.host_kv_bytes,
+        help="memory of the host for documents that the pool has no room for: they come back from "
+        "there instead of being computed again (default: none)",
+    )
     add("--page-size", type=int, metavar="TOKENS", help="a power of two (default: 16; on a TPU 64)")
     add(
         "--max-model-len",

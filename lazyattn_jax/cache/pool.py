@@ -69,3 +69,21 @@ def write(
     """
     pages = write_tokens(*kv, k, v, slots.page, slots.offset, implementation=implementation)
     return LayerKV(*pages)
+
+
+def take_pages(pool: list[LayerKV], pages: Int[Array, "n"]) -> Float[Array, "A n K S H"]:
+    """Copies of pages, from all arrays of the pool."""
+    return jnp.stack([array[pages] for array in jax.tree.leaves(pool)])
+
+
+def put_pages(
+    pool: list[LayerKV], pages: Int[Array, "n"], taken: Float[Array, "A n K S H"]
+) -> list[LayerKV]:
+    """Writes what ``take_pages`` took to pages, in place when the pool is donated.
+
+    Pages past the pool are written nowhere.
+    """
+    arrays, tree = jax.tree.flatten(pool)
+    put = [a.at[pages].set(t, mode="drop") for a, t in zip(arrays, taken, strict=True)]
+    written: list[LayerKV] = jax.tree.unflatten(tree, put)
+    return written

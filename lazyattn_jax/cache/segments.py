@@ -21,6 +21,7 @@ import numpy as np
 
 from lazyattn_jax.cache.awaited import Awaited
 from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
+from lazyattn_jax.cache.host import HostStore
 from lazyattn_jax.cache.pages import PageAllocator
 
 
@@ -85,10 +86,17 @@ class SegmentIndex:
       allocator: of the pool's pages.
       policy: makes what says which go first of those that nobody in line needs;
         GreedyDual-Size-Frequency by default.
+      store: where evicted documents go; by default nowhere.
     """
 
-    def __init__(self, allocator: PageAllocator, policy: NewPolicy = GreedyDual) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        policy: NewPolicy = GreedyDual,
+        store: HostStore | None = None,
+    ) -> None:
         self._allocator = allocator
+        self.store = store or HostStore()
         self._unpinned = Awaited(policy)
         self._segments: dict[bytes, Segment] = {}
         self._unpinned_pages = 0
@@ -217,7 +225,9 @@ class SegmentIndex:
         if count > self.num_available:
             return None
         while self._allocator.num_free < count:
-            self._evict(self._unpinned.take())
+            segment = self._unpinned.take()
+            self._evict(segment)
+            self.store.offer(segment)
         return self._allocator.allocate(count)
 
     def free(self, pages: Iterable[int]) -> None:
@@ -225,7 +235,8 @@ class SegmentIndex:
         self._allocator.free(pages)
 
     def discard(self, key: bytes) -> None:
-        """Evicts a segment if it is here and not pinned."""
+        """Evicts a segment if it is here and not pinned; it is not stored either."""
+        self.store.discard(key)
         if key in self._unpinned:
             self._unpinned.remove(self._segments[key])
             self._evict(self._segments[key])
@@ -234,6 +245,7 @@ class SegmentIndex:
         """Evicts every segment that is not pinned, and forgets how often what is gone was used."""
         for key in list(self._segments):
             self.discard(key)
+        self.store.clear()
         self._unpinned.forget_uses()
 
     def _evictable(self, segment: Segment) -> None:

@@ -27,6 +27,9 @@ class EngineConfig:
     Attributes:
       kv_pool_bytes: size of the KV pool; default 1 GiB on a CPU, else 90 % of the memory that the
         weights leave.
+      host_kv_bytes: memory of the host for documents that the pool has no room for: they come back
+        from there instead of being computed again. Of use where requests share documents, so not
+        with ``reuse`` of ``prefix`` or ``none``.
       page_size: tokens a page, a power of two; default 16.
       max_model_len: tokens of prompt and output together; default what the model was made for, and
         for a model with a sliding window at most the window: it is not computed.
@@ -67,6 +70,7 @@ class EngineConfig:
     """
 
     kv_pool_bytes: int | None = None
+    host_kv_bytes: int = 0
     page_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -105,6 +109,8 @@ class EngineConfig:
             raise ValueError(f"eviction is {self.eviction!r}, must be one of {', '.join(POLICIES)}")
         if self.max_overtaken < 0:
             raise ValueError(f"max_overtaken is {self.max_overtaken}, must be at least 0")
+        if self.host_kv_bytes < 0:
+            raise ValueError(f"host_kv_bytes is {self.host_kv_bytes}, must be at least 0")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ValueError(
                 f"dtype is {self.dtype!r}, must be auto or one of {', '.join(_DTYPES)}"
@@ -177,6 +183,8 @@ class EngineConfig:
                 f"{num_pages * page_size}; lower max_model_len or raise kv_pool_bytes to at least "
                 f"{-(-model_len // page_size) * page_bytes:,}"
             )
+        reuse = self.reuse_mode
+        stores = reuse.shared and reuse.independent
         return Limits(
             page_size=page_size,
             num_pages=num_pages,
@@ -184,7 +192,8 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs or (16 if cpu else 256),
             max_num_batched_tokens=self.max_num_batched_tokens or (512 if cpu else 4096),
             max_documents=self.max_documents,
-            copies_documents=self.reuse_mode.copied,
+            copies_documents=reuse.copied,
+            host_pages=self.host_kv_bytes // page_bytes if stores else 0,
             prefill_growth=8 if cpu else 2,
             given_prefill_buckets=tuple(self.prefill_buckets),
             given_decode_buckets=tuple(self.decode_buckets),

@@ -25,6 +25,7 @@ class EncodeJobs(Mapping[bytes, EncodeJob]):
         self._items_for = items_for
         self._page_size = page_size
         self._jobs: dict[bytes, EncodeJob] = {}
+        self._stored: list[EncodeJob] = []
 
     def __getitem__(self, key: bytes) -> EncodeJob:
         return self._jobs[key]
@@ -51,15 +52,26 @@ class EncodeJobs(Mapping[bytes, EncodeJob]):
         self._jobs[job.key] = job
 
     def add_document(self, layout: Layout, document: PlacedDocument, pages: Sequence[int]) -> None:
-        """Begins to encode a document of a prompt into pages."""
+        """Begins to encode a document of a prompt into pages; a stored one is brought back."""
         start, tokens = document.encoded_at, document.piece.tokens
         run = TokenRun(tokens, range(start, start + len(tokens)), adapted=layout.adapted)
         run.start_with((), pages)
         prefix = layout.leading_keys if document.after_prefix else ()
-        self._jobs[document.key] = EncodeJob(document.key, run, prefix_keys=prefix)
+        stored = self._index.store.find(document.key)
+        job = EncodeJob(document.key, run, prefix_keys=prefix, stored=stored)
+        self._jobs[job.key] = job
+        if stored is not None:
+            self._stored.append(job)
+
+    def take_stored(self) -> list[EncodeJob]:
+        """Jobs begun since the last call that are to be brought back."""
+        taken, self._stored = self._stored, []
+        return taken
 
     def can_run(self, job: EncodeJob) -> bool:
         """Whether a job can be computed now; holds the leading text for it when it can."""
+        if job.stored is not None:
+            return False
         if job.prefix_keys and not job.run.context:
             if not all(key in self._index for key in job.prefix_keys):
                 return False

@@ -36,6 +36,7 @@ from lazyattn_jax.engine.scheduler import Scheduler
 from lazyattn_jax.engine.selection import TRIAL, Selection
 from lazyattn_jax.engine.started import Scores, Step, read_logprobs
 from lazyattn_jax.engine.stats import EngineStats
+from lazyattn_jax.engine.transfers import Transfers
 from lazyattn_jax.models.checkpoint import LoadedModel
 
 
@@ -94,6 +95,7 @@ class Engine:
             check=config.check_invariants,
             programs=programs,
         )
+        self._transfers = Transfers(self.scheduler, self._runner, self.limits.transferred_pages)
         self._reuse = config.reuse_mode
         self.context = config.context
         if config.document_context == "auto" and loaded.adapter_fingerprint is not None:
@@ -235,11 +237,15 @@ class Engine:
         begin, self._waited = time.perf_counter(), 0.0
         outputs = self._expire()
         self.scheduler.admit(self._sit)
+        self._transfers.store_evicted()
+        self.stats.restored_tokens += self._transfers.bring_back()
         if copies := self.scheduler.take_copies():
             self._runner.copy(copies)
         started = self._start_prefill() if self._prefill_next else self._start_decode()
         if not started:
             started = self._start_decode() if self._prefill_next else self._start_prefill()
+        if not started and not self._steps:
+            self.stats.restored_tokens += self._transfers.bring_back(wait=True)
         outputs += self._finish_encoded()
         while len(self._steps) > 1 or (self._steps and (not started or self._only_first_tokens())):
             outputs += self._read(self._steps.popleft())
@@ -327,6 +333,7 @@ class Engine:
 
     def _start_decode(self) -> bool:
         requests = self.scheduler.schedule_decode()
+        self._transfers.store_evicted()
         if not requests:
             return False
         chunks = [Chunk(r.run, len(r.run.tokens) - 1, 1, r) for r in requests]

@@ -23,7 +23,7 @@ class Limits:
     run; steps are scheduled so that their items fit. Buckets are the batch shapes that are compiled
     at start-up: by default those of prefill steps grow by a factor of ``prefill_growth``, those of
     decode steps by 4; given ones replace them. With ``copies_documents`` a request takes pages for
-    copies of its documents too.
+    copies of its documents too. ``host_pages`` of evicted documents are kept in the host's memory.
     """
 
     page_size: int
@@ -33,14 +33,16 @@ class Limits:
     max_num_batched_tokens: int
     max_documents: int
     copies_documents: bool = False
+    host_pages: int = 0
     prefill_growth: int = 8
     given_prefill_buckets: tuple[int, ...] = ()
     given_decode_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{name} is {value}, must be at least 1")
+            least = 0 if name == "host_pages" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"{name} is {value}, must be at least {least}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}, must be a power of two")
         _check_buckets("prefill_buckets", self.given_prefill_buckets, self.max_prefill, BLOCK_ROWS)
@@ -122,6 +124,17 @@ class Limits:
         """Pages that are copied at once, smallest first."""
         largest = max(64, min(self.num_pages, 1024))
         return _buckets(64, largest, 4) if self.copies_documents else ()
+
+    @property
+    def transfer_buckets(self) -> tuple[int, ...]:
+        """Pages that go to the host's memory or come from there at once, smallest first."""
+        sizes = {self.pages_for(64), self.pages_for(256)}
+        return tuple(sorted(sizes)) if self.host_pages else ()
+
+    @property
+    def transferred_pages(self) -> int:
+        """Pages that may be on their way to the host's memory, and as many from there."""
+        return max(self.num_pages // 16, self.pages_for(256))
 
     def prefill_items(self, bucket: int) -> int:
         """Work items that a prefill step holds: 128 a row block, or some long ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lazyattn_jax.cache.pool import make_pool
+from lazyattn_jax.cache.pool import make_pool, put_pages, take_pages
 from lazyattn_jax.engine.copies import empty_moves, make_moves
 from lazyattn_jax.engine.inputs import empty_inputs, make_choices, occupant, step_inputs
 from lazyattn_jax.engine.limits import Limits, work_lists
@@ -138,6 +138,7 @@ class Runner:
             None  # those of the last decode step, and its copy
         )
         self._copy = jax.jit(partial(copy, implementation=attention), donate_argnums=0)
+        self._home = self._pool[0].k.sharding
         self.programs: Programs = {} if programs is None else programs
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -150,6 +151,7 @@ class Runner:
         shapes = [("decode", b) for b in limits.decode_buckets]
         shapes += [(kind, b) for b in limits.prefill_buckets for kind in ("prefill", "score")]
         shapes += [("copy", b) for b in limits.copy_buckets]
+        shapes += [(kind, b) for b in limits.transfer_buckets for kind in ("take", "put")]
         sizes = {limits.choices(False, b) for b in limits.decode_buckets}
         sizes |= {limits.choices(True, b) for b in limits.prefill_buckets}
         kinds = [*(effort.name for effort in Effort), "rate"]
@@ -171,6 +173,12 @@ class Runner:
         if kind == "copy":
             moves = empty_moves(bucket, self._limits.num_pages, self._config.head_dim)
             return self._copy.lower(self._pool, moves)
+        if kind in ("take", "put"):
+            pages = np.zeros(bucket, np.int32)
+            taken = jax.eval_shape(take_pages, self._pool, pages)
+            if kind == "take":
+                return jax.jit(take_pages).lower(self._pool, pages)
+            return jax.jit(put_pages, donate_argnums=0).lower(self._pool, pages, taken)
         if kind == "score":
             hidden = jax.ShapeDtypeStruct((bucket, self._config.hidden_size), self._dtype)
             rows = np.zeros(SCORED_ROWS, np.int32)
@@ -222,6 +230,39 @@ class Runner:
         buckets = self._limits.copy_buckets
         for moves in make_moves(copies, buckets, self._limits.num_pages, self._rotations):
             self._pool = self.programs["copy", len(moves.source)](self._pool, moves)
+
+    def store(self, pages: Sequence[int]) -> list[Array]:
+        """Starts to copy pages to the host's memory; they may be written to at once."""
+        host = self._home.with_memory_kind("pinned_host")
+        return [
+            jax.device_put(self.programs["take", len(some)](self._pool, some), host)
+            for some in self._in_groups(pages)
+        ]
+
+    def send_for(self, stored: Sequence[Array]) -> list[Array]:
+        """Starts to copy what ``store`` has stored to the device."""
+        return [jax.device_put(part, self._home) for part in stored]
+
+    def bring_back(self, parts: Sequence[Array], pages: Sequence[int]) -> None:
+        """Starts to write what was sent for to pages; the device waits for what is on its way."""
+        for part, some in zip(parts, self._in_groups(pages), strict=True):
+            self._pool = self.programs["put", len(some)](self._pool, some, part)
+
+    def moved_pages(self, count: int) -> int:
+        """Pages that are stored for so many, which are moved in groups of a few fixed sizes."""
+        return sum(map(len, self._in_groups(range(count))))
+
+    def _in_groups(self, pages: Sequence[int]) -> Iterator[Int[np.ndarray, "n"]]:
+        """Pages in groups, the last one filled up with pages past the pool."""
+        smallest, *larger = self._limits.transfer_buckets
+        at = 0
+        while at < len(pages):
+            size = max((s for s in larger if s <= len(pages) - at), default=smallest)
+            group = np.full(size, self._limits.num_pages, np.int32)
+            some = pages[at : at + size]
+            group[: len(some)] = some
+            yield group
+            at += size
 
     def score(
         self, hidden: Float[Array, "T D"], rows: Sequence[int], targets: Sequence[int]

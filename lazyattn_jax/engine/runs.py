@@ -137,6 +137,7 @@ class EncodeJob:
       run: its tokens.
       page_keys: for leading text the keys of all its pages; empty for a document.
       prefix_keys: the leading text that must be in the index before a document can be encoded.
+      stored: a document's KV in the host's memory, to be brought back instead of computed.
     """
 
     def __init__(
@@ -146,11 +147,13 @@ class EncodeJob:
         *,
         page_keys: Sequence[bytes] = (),
         prefix_keys: Sequence[bytes] = (),
+        stored: Any = None,
     ) -> None:
         self.key = key
         self.run = run
         self.page_keys = page_keys
         self.prefix_keys = prefix_keys
+        self.stored = stored
         self.pinned: list[Segment] = []
         self.waiters: list[Request] = []
 

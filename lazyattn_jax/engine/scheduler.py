@@ -20,6 +20,7 @@ from dataclasses import replace
 from itertools import chain, islice, takewhile
 
 from lazyattn_jax.cache.eviction import GreedyDual, NewPolicy
+from lazyattn_jax.cache.host import HostStore
 from lazyattn_jax.cache.pages import PageAllocator
 from lazyattn_jax.cache.segments import Segment, SegmentIndex
 from lazyattn_jax.engine.batching import decode_batch, prefill_chunks
@@ -51,7 +52,8 @@ class Scheduler:
         self, limits: Limits, eviction: NewPolicy = GreedyDual, *, max_overtaken: int = 0
     ) -> None:
         self.limits = limits
-        self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction)
+        store = HostStore(limits.host_pages)
+        self.index = SegmentIndex(PageAllocator(limits.num_pages), eviction, store)
         self.waiting = Line(self.index, self._missing, max_overtaken)
         self.active: list[Request] = []  # oldest first
         self.jobs = EncodeJobs(self.index, limits.items_for, limits.page_size)
@@ -128,10 +130,12 @@ class Scheduler:
         return [*layout.leading_keys, *documents, *stream]
 
     def _missing(self, request: Request) -> int:
-        """Tokens of documents that nobody has begun to encode."""
-        layout, index, jobs = request.layout, self.index, self.jobs
+        """Tokens of documents that are not stored and that nobody has begun to encode."""
+        known = self.index, self.jobs, self.index.store
         return sum(
-            len(d.piece.tokens) for d in layout.reused if d.key not in index and d.key not in jobs
+            len(d.piece.tokens)
+            for d in request.layout.reused
+            if not any(d.key in where for where in known)
         )
 
     def _try_admit(self, request: Request) -> bool:
@@ -161,7 +165,8 @@ class Scheduler:
         taken = iter(pages)
         groups = [[next(taken) for _ in range(count)] for count in counts]
         if request.cached_tokens is None:
-            self._count_cached(request, leading, {d.key for d in new_documents}, stream)
+            computed = {d.key for d in new_documents if d.key not in index.store}
+            self._count_cached(request, leading, computed, stream)
         if new_leading:
             self.jobs.add_leading(layout, leading, groups[0])
         elif leading_missing:
@@ -209,12 +214,12 @@ class Scheduler:
         self,
         request: Request,
         leading: Sequence[Segment],
-        new_documents: set[bytes],
+        computed: set[bytes],
         stream: Sequence[Segment],
     ) -> None:
         seen: set[bytes] = set()
         for i, document in enumerate(request.layout.documents):
-            if document.key not in new_documents or document.key in seen:
+            if document.key not in computed or document.key in seen:
                 request.cached_document_tokens[i] = document.reused
             seen.add(document.key)
         text = sum(s.num_tokens for s in (*leading, *stream))
@@ -237,8 +242,16 @@ class Scheduler:
                     chunk.run.append_pending()
                     self._let_follow(chunk.owner)
             elif chunk.run.remaining == 0:
-                for request in self.jobs.finish(chunk.owner):
-                    self._start_if_ready(request)
+                self._finish_job(chunk.owner)
+
+    def finish_stored(self, job: EncodeJob) -> None:
+        """Takes note that a stored document is being written to its pages."""
+        job.run.computed = len(job.run.tokens)
+        self._finish_job(job)
+
+    def _finish_job(self, job: EncodeJob) -> None:
+        for request in self.jobs.finish(job):
+            self._start_if_ready(request)
 
     def schedule_decode(self) -> list[Request]:
         """Requests for one decode step, each with room for one more token.

@@ -19,12 +19,14 @@ class EngineStats:
         starting steps, handing out tokens.
       wait_seconds: time in ``Engine.step`` waiting for the device.
       selection_tokens: computed to choose documents.
+      restored_tokens: of documents that came back from the host's memory.
     """
 
     steps: int = 0
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
     selection_tokens: int = 0
+    restored_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._compilations_before = _compilations()

@@ -35,6 +35,7 @@ class EngineState:
       used: share of the pool that running requests and kept documents hold, 0 to 1.
       cached_bytes: KV of all segments, in use or not.
       kept_bytes: KV of documents that are pinned by their owners.
+      host_bytes: KV in the host's memory.
       referenced_bytes: KV that running requests attend to, counted for each of them.
       distinct_bytes: the same, what several share counted once.
       decode_referenced: pages that requests which generate read in a step, counted for each.
@@ -45,6 +46,7 @@ class EngineState:
       host_seconds: the host's own work for them.
       wait_seconds: time that was left to wait for the device.
       selection_tokens: computed to choose documents, since the start.
+      restored_tokens: of documents that came back from the host's memory, since the start.
       compilations: programs compiled since the engine was ready.
     """
 
@@ -53,6 +55,7 @@ class EngineState:
     used: float
     cached_bytes: int
     kept_bytes: int
+    host_bytes: int
     referenced_bytes: int
     distinct_bytes: int
     decode_referenced: int
@@ -63,6 +66,7 @@ class EngineState:
     host_seconds: float
     wait_seconds: float
     selection_tokens: int
+    restored_tokens: int
     compilations: int
 
 
@@ -77,6 +81,7 @@ def engine_state(engine: Engine) -> EngineState:
         used=1 - index.num_available / engine.limits.num_pages,
         cached_bytes=index.num_cached * engine.page_bytes,
         kept_bytes=index.num_kept * engine.page_bytes,
+        host_bytes=index.store.num_pages * engine.page_bytes,
         referenced_bytes=referenced * engine.page_bytes,
         distinct_bytes=distinct * engine.page_bytes,
         decode_referenced=decode[0],
@@ -87,6 +92,7 @@ def engine_state(engine: Engine) -> EngineState:
         host_seconds=engine.stats.host_seconds,
         wait_seconds=engine.stats.wait_seconds,
         selection_tokens=engine.stats.selection_tokens,
+        restored_tokens=engine.stats.restored_tokens,
         compilations=engine.stats.compilations,
     )
 
@@ -190,6 +196,7 @@ class _SchedulerCollector(Collector):
             "kv_cache_usage_perc": ("Share of the pool that is in use, 0 to 1", state.used),
             "kv_cached_bytes": ("KV of all segments, in use or not", state.cached_bytes),
             "kv_pinned_bytes": ("KV of pinned documents", state.kept_bytes),
+            "kv_host_bytes": ("KV in the host's memory", state.host_bytes),
             "kv_referenced_bytes": (
                 "KV that running requests attend to, counted for each of them",
                 state.referenced_bytes,
@@ -212,6 +219,10 @@ class _SchedulerCollector(Collector):
             "engine_steps": ("Prefill and decode steps", state.steps),
             "engine_host_seconds": ("The host's own work for steps", state.host_seconds),
             "engine_wait_seconds": ("Waiting for the device", state.wait_seconds),
+            "document_restored_tokens": (
+                "Tokens of documents that came back from the host's memory",
+                state.restored_tokens,
+            ),
             "document_selection_tokens": (
                 "Tokens that were computed to choose documents",
                 state.selection_tokens,

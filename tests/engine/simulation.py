@@ -26,6 +26,7 @@ from lazyattn_jax.engine.plan import Planner
 from lazyattn_jax.engine.request import DocumentContext, DocumentPiece, lay_out
 from lazyattn_jax.engine.runs import EncodeJob, PageCopy, Request, State
 from lazyattn_jax.engine.scheduler import Scheduler
+from lazyattn_jax.engine.transfers import Transfers
 from lazyattn_jax.kernels.dense import BLOCK_ROWS
 from lazyattn_jax.models.rope import RopeConfig
 
@@ -33,11 +34,25 @@ END = 3  # a token that ends the output
 MOST_STEPS = 3000  # that any request may take, from its arrival to its end
 
 
+class FakeTransfer:
+    """What some pages held when they were copied; it arrives sooner or later."""
+
+    def __init__(self, pages: list[dict[int, tuple]], rng: random.Random) -> None:
+        self.pages = pages
+        self._rng = rng
+        self._has_arrived = False
+
+    def is_ready(self) -> bool:
+        self._has_arrived = self._has_arrived or self._rng.random() < 0.3
+        return self._has_arrived
+
+
 class FakeDevice:
     """Slots of a pool; a token's KV is identified by its text, place and what it attends to."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, rng: random.Random) -> None:
         self.limits = limits
+        self.rng = rng
         self.planner = Planner(
             limits, dense_lists(limits), RopeConfig(theta=1e4).inverse_frequencies(16)
         )
@@ -63,6 +78,22 @@ class FakeDevice:
             for source, target in zip(copy.source, copy.target, strict=True):
                 for offset in range(self.limits.page_size):
                     self.slots[target, offset] = self.slots.get((source, offset), ())
+
+    def moved_pages(self, count: int) -> int:
+        return count
+
+    def store(self, pages) -> list[FakeTransfer]:
+        offsets = range(self.limits.page_size)
+        held = [{o: self.slots[p, o] for o in offsets if (p, o) in self.slots} for p in pages]
+        return [FakeTransfer(held, self.rng)]
+
+    def send_for(self, stored: list[FakeTransfer]) -> list[FakeTransfer]:
+        return [FakeTransfer(part.pages, self.rng) for part in stored]
+
+    def bring_back(self, parts: list[FakeTransfer], pages) -> None:
+        (part,) = parts
+        for page, held in zip(pages, part.pages, strict=True):
+            self.slots.update({(page, offset): value for offset, value in held.items()})
 
     def attended(self, plan, rows: int) -> list[list[tuple]]:
         """For every row the identities of the slots that its work items let it see."""
@@ -91,6 +122,7 @@ class Counts:
     thrown_away: int = 0  # tokens chosen for requests that had ended
     copied: int = 0  # documents
     overtaken: int = 0  # requests, by others that came later
+    restored: int = 0  # tokens of documents that were stored
     by_stage: dict[str, int] = field(default_factory=dict)  # cancellations
 
 
@@ -117,6 +149,7 @@ class Simulation:
         eviction: str = "gdsf",
         *,
         copies: bool = False,
+        host_pages: int = 0,
         max_overtaken: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
@@ -129,9 +162,11 @@ class Simulation:
             max_num_batched_tokens=BLOCK_ROWS,
             max_documents=6,
             copies_documents=copies,
+            host_pages=host_pages,
         )
         self.scheduler = Scheduler(self.limits, POLICIES[eviction], max_overtaken=max_overtaken)
-        self.device = FakeDevice(self.limits)
+        self.device = FakeDevice(self.limits, self.rng)
+        self.transfers = Transfers(self.scheduler, self.device, most_pages=9)
         self.documents = [tuple(self.rng.choices(range(50), k=n)) for n in (1, 3, 4, 5, 9, 21)]
         self.started: deque[Started] = deque()
         self.live: dict[Request, int] = {}  # with the step they came at
@@ -211,6 +246,8 @@ class Simulation:
     def start_prefill(self) -> bool:
         """Starts a prefill step if there is something to compute."""
         self.scheduler.admit(self._seated)
+        self.transfers.store_evicted()
+        self.counts.restored += self.transfers.bring_back()
         self._copy()
         chunks = self.scheduler.schedule_prefill()
         assert sum(c.count for c in chunks) <= self.limits.max_num_batched_tokens
@@ -229,6 +266,7 @@ class Simulation:
         """Starts a decode step if a request can go on."""
         self._copy()
         batch = self.scheduler.schedule_decode()
+        self.transfers.store_evicted()
         if batch:
             for request in batch:
                 assert len(self.device.tokens[request]) == len(request.run.tokens)
@@ -365,7 +403,8 @@ class Simulation:
         self.rng.shuffle(actions)
         if len(self.started) == 3:
             actions = [self.read]
-        any(action() for action in actions)
+        if not any(action() for action in actions):
+            self.counts.restored += self.transfers.bring_back(wait=True)
         self.check()
 
     def drain(self) -> None:
@@ -401,6 +440,7 @@ def main() -> None:
             context,
             rng.choice(list(POLICIES)),
             copies=part % 4 == 3,
+            host_pages=rng.choice([0, 20, 1000]),
             max_overtaken=rng.choice([0, 3]),
         )
         for _ in range(min(10_000, args.steps - part * 10_000)):
@@ -412,9 +452,11 @@ def main() -> None:
         total.cancelled += simulation.counts.cancelled
         total.thrown_away += simulation.counts.thrown_away
         total.spoiled += simulation.counts.spoiled
+        total.restored += simulation.counts.restored
     print(
         f"{args.steps} steps with seed {args.seed}: {total.finished} requests finished, "
         f"{total.cancelled} cancelled, {preempted} preemptions, {evicted} segments evicted, "
+        f"{total.restored} tokens brought back, "
         f"{total.spoiled} ended by unusable KV, {total.thrown_away} tokens thrown away"
     )
 

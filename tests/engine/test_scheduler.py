@@ -63,6 +63,21 @@ def test_random_traffic_with_overtaking(seed):
     assert simulation.counts.overtaken > 5
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("host_pages", [12, 1000])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_with_a_host_store(seed, host_pages, copies):
+    """Evicted documents come back some time after they are sent for, or are encoded again."""
+    context = DocumentContext(True, 5)
+    simulation = Simulation(seed, 45, context, copies=copies, host_pages=host_pages)
+    for _ in range(1000):
+        simulation.step()
+        assert simulation.scheduler.index.store.num_pages <= host_pages
+    simulation.drain()
+    assert simulation.counts.finished > 40
+    assert simulation.counts.restored > 20
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same with orders of events that hypothesis thinks of, and makes short when one fails."""
 
@@ -71,10 +86,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pages=st.sampled_from([26, 45]),
         prefix=st.booleans(),
         copies=st.booleans(),
+        host_pages=st.sampled_from([0, 12, 1000]),
     )
-    def start(self, seed, num_pages, prefix, copies):
+    def start(self, seed, num_pages, prefix, copies, host_pages):
         context = DocumentContext(prefix, 5 if prefix else 0)
-        self.simulation = Simulation(seed, num_pages, context, copies=copies)
+        options = {"copies": copies, "host_pages": host_pages}
+        self.simulation = Simulation(seed, num_pages, context, **options)
 
     @rule()
     def arrival(self):
