@@ -210,7 +210,14 @@ class _Watch:
     def _counts(self) -> tuple[float, ...]:
         stats = self._engine.stats
         preemptions = self._engine.scheduler.num_preemptions
-        return stats.steps, stats.host_seconds, stats.wait_seconds, preemptions, stats.compilations
+        return (
+            stats.steps,
+            stats.host_seconds,
+            stats.wait_seconds,
+            preemptions,
+            stats.compilations,
+            stats.restored_tokens,
+        )
 
     def figures(self) -> dict[str, Any]:
         """Means over the samples, and what has been counted since the window began."""
@@ -224,10 +231,11 @@ class _Watch:
             "kv_bytes_referenced": referenced * size,
         }
         if self._before is not None:
-            steps, host, wait, preemptions, compilations = (
+            steps, host, wait, preemptions, compilations, restored = (
                 after - before for after, before in zip(self._counts(), self._before, strict=True)
             )
             found |= {"preemptions": preemptions, "steps": steps, "compilations": compilations}
+            found["restored_tokens"] = restored
             if steps:
                 found["host_ms_per_step"] = 1000 * host / steps
                 found["wait_ms_per_step"] = 1000 * wait / steps

@@ -83,7 +83,7 @@ class EngineTarget:
     """Engines in this process, one at a time: one model and the same programs.
 
     Each point begins with an empty pool or, with ``preload``, with the documents that come again in
-    it, those asked for most often first.
+    it, as many of those asked for most often as the pool and the host's memory hold.
 
     Args:
       loaded: the model.
@@ -141,7 +141,9 @@ class EngineTarget:
                 f"pool_share {point.pool_share} leaves {usable} pages, and a request may take "
                 f"{engine.limits.most_pages}: raise it or lower max_model_len"
             )
-        prompts = self._usual(engine, point.workload, usable) if self._preload else []
+        prompts: list[Prompt] = []
+        if self._preload:
+            prompts = self._usual(engine, point.workload, usable + engine.limits.host_pages)
         if not prompts:
             engine.scheduler.index.clear()
         for prompt in prompts:
@@ -161,7 +163,10 @@ class EngineTarget:
             return []  # nobody would find them
         system, documents = workload.usual(self._make)
         fit = (num_pages - pages(workload.system_tokens)) // pages(workload.document_tokens)
-        return [[system, DocumentPiece(document)] for document in islice(documents, fit)]
+        usual: list[Prompt] = [
+            [system, DocumentPiece(document)] for document in islice(documents, fit)
+        ]
+        return usual[::-1]  # what is asked for most often is there in the end
 
 
 def _usable(engine: Engine, pool_share: float) -> int:

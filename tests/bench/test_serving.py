@@ -31,7 +31,9 @@ class FakeEngine:
         self.limits = SimpleNamespace(num_pages=4)
         self.page_bytes = 100
         self.scheduler = SimpleNamespace(active=[], num_preemptions=3)
-        self.stats = SimpleNamespace(steps=0, host_seconds=0.0, wait_seconds=0.0, compilations=0)
+        self.stats = SimpleNamespace(
+            steps=0, host_seconds=0.0, wait_seconds=0.0, compilations=0, restored_tokens=0
+        )
         self.aborted: list[str] = []
 
     @property
@@ -289,6 +291,23 @@ def test_all_ways_of_reuse_on_a_small_model(monkeypatch, tmp_path, capsys):
     assert hits["lazy-unshared"] == hits["lazy"]
     assert kept["settings"]["page_size"] == 16
     assert rows[0]["workload"]["alpha"] == 1.0
+
+
+def test_the_host_holds_what_the_pool_does_not(monkeypatch, tmp_path):
+    """A pool of 16 pages for 40 documents of two: all others come back from the host."""
+    path = tmp_path / "found.json"
+    options = ["--concurrency", "2", "--requests", "8", "--preload", "--alpha", "0"]
+    sizes = ["--pool", "40", "--kv-pool-bytes", "128KiB", "--json", str(path)]
+    rows = []
+    for host in ([], ["--host-kv-bytes", "2MiB"]):
+        bench(monkeypatch, "serve", *TINY, *options, *sizes, *host)
+        rows += json.loads(path.read_text())["results"]
+    for row in rows:
+        assert (row["requests"], row["errors"], row["compilations"]) == (8, 0, 0)
+    assert rows[0]["document_hit_rate"] < 0.9
+    assert rows[0]["restored_tokens"] == 0
+    assert rows[1]["document_hit_rate"] == 1
+    assert rows[1]["restored_tokens"] > 8 * 20
 
 
 def test_points_of_a_plot_differ_in_one_setting_only():
