@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lazyattn_jax.cache.pool import LayerKV
+from lazyattn_jax.cache.pool import LayerKV, put_pages, take_pages
 from lazyattn_jax.engine.step import copy
 from lazyattn_jax.kernels.model_shapes import LLAMA_3_1_8B, MODEL_SHAPES
 from lazyattn_jax.kernels.mosaic_gpu.ahead import compile_for_h200, usage_on_h200
@@ -93,6 +93,19 @@ def test_copies_are_made_in_place():
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == 4 * 500 * 8 * 64 * 128 * 2
     assert memory.temp_size_in_bytes < 1 << 20
+
+
+def test_documents_come_back_in_place():
+    """The same of documents that the host's memory kept; taking them takes no scratch either."""
+    pages = jax.ShapeDtypeStruct((500, 8, 16, 128), jnp.bfloat16)
+    pool = [LayerKV(pages, pages) for _ in range(2)]
+    some = jax.ShapeDtypeStruct((16,), jnp.int32)
+    taken = jax.eval_shape(take_pages, pool, some)
+    assert taken.shape == (4, 16, 8, 16, 128)
+    taking = compile_for_h200(take_pages, pool, some).memory_analysis()
+    putting = compile_for_h200(put_pages, pool, some, taken, donate=(0,)).memory_analysis()
+    assert putting.alias_size_in_bytes == 4 * 500 * 8 * 16 * 128 * 2
+    assert taking.temp_size_in_bytes == putting.temp_size_in_bytes == 0
 
 
 def test_float16():
